@@ -24,7 +24,7 @@ class Channel(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionTool:
-    """A tool that the developer message declares in namespace ``functions``; ``parameters`` is a JSON schema or None."""
+    """A tool declared in namespace ``functions`` of the developer message; ``parameters`` is a JSON schema or None."""
 
     name: str
     description: str
@@ -36,8 +36,8 @@ class SystemContent:
     """The system message. A field that is None is left out, as openai-harmony does.
 
     ``reasoning_effort``: "low", "medium", "high". ``builtin_tools``: of "python" and "browser", declared with the
-    descriptions the models were trained with. ``has_functions``: adds the line that sends function calls to the
-    commentary channel; the renderer sets it where the developer message declares functions.
+    descriptions the models were trained with. Where the developer message declares functions, the renderer adds the
+    line that sends their calls to the commentary channel. Raises ValueError for an unknown effort or built-in tool.
     """
 
     model_identity: str | None = "You are ChatGPT, a large language model trained by OpenAI."
@@ -46,6 +46,15 @@ class SystemContent:
     reasoning_effort: str | None = "medium"
     builtin_tools: tuple[str, ...] = ()
     channels: tuple[str, ...] = ("analysis", "commentary", "final")
+
+    def __post_init__(self) -> None:
+        if self.reasoning_effort not in (None, "low", "medium", "high"):
+            raise ValueError(
+                f'SystemContent.reasoning_effort is "low", "medium", "high" or None, not {self.reasoning_effort!r}'
+            )
+        unknown = [name for name in self.builtin_tools if name not in ("python", "browser")]
+        if unknown:
+            raise ValueError(f'SystemContent.builtin_tools are of "python" and "browser", not {unknown}')
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,274 @@
+"""The trainer's side of the sandbox: starts the fork server, sends it snippets, reads the answers without blocking."""
+
+import array
+import asyncio
+import atexit
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+_LENGTH = struct.Struct("!I")
+_GRACE_S = 10.0  # for the server to fork, set up and answer, beside the snippet's own time
+_START_S = 30.0
+# Stands in for the packages' own __init__ files, whose imports would be copied into every forked child.
+_START = """
+import sys, types
+for name, path in (("poise", sys.argv[1]), ("poise.sandbox", sys.argv[2])):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [path]
+from poise.sandbox.zygote import serve
+serve(int(sys.argv[3]), sys.argv[4])
+"""
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself does not work: it cannot be started, or stopped answering."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Of one snippet. ``num_processes`` counts threads too; output beyond ``num_output_bytes`` is cut in its middle."""
+
+    wall_s: float = 5.0
+    cpu_s: float = 5.0
+    memory_mib: int = 512
+    file_mib: int = 16
+    num_processes: int = 16
+    num_output_bytes: int = 8192
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"Limits.{name} must be a positive number, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a snippet did.
+
+    ``output``: standard output and standard error in the order written, cut in the middle where too long
+    (``num_cut_bytes``). ``exit_status``: as a script's; -N when signal N ended it. ``timed_out``: at the wall-clock or
+    the CPU limit. ``notice``: what the sandbox has to say, "" where there is nothing. ``wall_s``: seconds it ran.
+    """
+
+    output: str
+    exit_status: int
+    timed_out: bool = False
+    num_cut_bytes: int = 0
+    notice: str = ""
+    wall_s: float = 0.0
+
+    @property
+    def is_error(self) -> bool:
+        return self.exit_status != 0
+
+    @property
+    def text(self) -> str:
+        """What the policy sees: output and notice, never empty."""
+        parts = [part for part in (self.output.rstrip("\n"), self.notice) if part]
+        return "\n".join(parts) or "[no output]"
+
+
+async def run_python(code: str, *, limits: Limits | None = None) -> Result:
+    """Runs ``code`` in the sandbox, as a notebook does: the value of a last expression is shown if nothing was printed.
+
+    At most as many snippets as cores run at once, the others wait; waiting does not count as time. Only the standard
+    library can be imported. ``random`` starts from the same seed in every snippet. Time-outs, crashes, floods and syntax
+    errors come back as text; ``SandboxError`` means that the sandbox itself is broken.
+    """
+    limits = limits or Limits()
+    if "\0" in code:
+        return Result(output="SyntaxError: source code cannot contain null bytes", exit_status=1)
+    request = json.dumps({"code": code, **vars(limits)}).encode()
+    async with _slots():
+        for _ in range(2):  # a server that was killed from outside is replaced once
+            server = _SERVER.current or await asyncio.to_thread(_SERVER.get)
+            answer = await _ask(server, request, limits.wall_s + _GRACE_S)
+            if answer is not None:
+                return _result(answer, limits)
+            _SERVER.discard(server)
+    return Result(output="", exit_status=-signal.SIGKILL, notice="[the interpreter was killed]")
+
+
+def protection() -> str:
+    """One line: what keeps snippets in on this machine. Starts the sandbox; raises ``SandboxError`` if it can't."""
+    return _SERVER.get().protection
+
+
+def _result(answer: dict[str, Any], limits: Limits) -> Result:
+    if answer["error"] is not None:
+        raise SandboxError(f"the sandbox could not set up a snippet: {answer['error']}")
+    status, stopped = answer["exit_status"], answer["stopped"]
+    if stopped == "time":
+        notice = f"[timed out after {min(limits.wall_s, limits.cpu_s):g} s]"
+    elif stopped == "flood":
+        notice = "[stopped: too much output]"
+    elif status < 0:
+        notice = f"[killed by {signal.Signals(-status).name}]"
+    elif status > 0 and not answer["output"]:
+        notice = f"[exit status {status}]"
+    else:
+        notice = ""
+    return Result(
+        output=answer["output"],
+        exit_status=status,
+        timed_out=stopped == "time",
+        num_cut_bytes=answer["num_cut_bytes"],
+        notice=notice,
+        wall_s=answer["wall_s"],
+    )
+
+
+async def _ask(server: "_Server", request: bytes, patience_s: float) -> dict[str, Any] | None:
+    """One call over its own socket. None: the server is gone or does not answer."""
+    loop = asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    try:
+        ours.setblocking(False)
+        try:
+            with theirs:
+                server.hand_over(theirs)
+            async with asyncio.timeout(patience_s):
+                await loop.sock_sendall(ours, _LENGTH.pack(len(request)) + request)
+                header = await _receive_exactly(loop, ours, _LENGTH.size)
+                answer: dict[str, Any] = json.loads(await _receive_exactly(loop, ours, *_LENGTH.unpack(header)))
+                return answer
+        except (OSError, EOFError, TimeoutError):
+            return None
+    finally:
+        ours.close()  # tells a warden that is still at work to kill its snippet
+
+
+async def _receive_exactly(loop: asyncio.AbstractEventLoop, connection: socket.socket, length: int) -> bytes:
+    payload = b""
+    while len(payload) < length:
+        chunk = await loop.sock_recv(connection, length - len(payload))
+        if not chunk:
+            raise EOFError
+        payload += chunk
+    return payload
+
+
+_SLOTS: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]" = weakref.WeakKeyDictionary()
+
+
+def _slots() -> asyncio.Semaphore:
+    """Of the running event loop: as many snippets at once as this process has cores."""
+    loop = asyncio.get_running_loop()
+    if loop not in _SLOTS:
+        _SLOTS[loop] = asyncio.Semaphore(len(os.sched_getaffinity(0)))
+    return _SLOTS[loop]
+
+
+class _Server:
+    """A running fork server: its process, the socket it takes calls from, and what protects its snippets."""
+
+    def __init__(self, mode: str, prefix: list[str], protection: str) -> None:
+        package = os.path.dirname(__file__)
+        self.control, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, "-S", "-s", "-c", _START]
+                + [os.path.dirname(package), package, str(theirs.fileno()), mode],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"},  # the order of a set of strings is the same every time
+                cwd="/",
+                start_new_session=True,  # Ctrl-C is for the trainer
+            )
+        self.protection = protection
+        self.base: str | None = None
+        self.owner = os.getpid()
+
+    def wait_until_ready(self) -> str | None:
+        """None when snippets can be sent, else why not."""
+        self.control.settimeout(_START_S)
+        try:
+            (length,) = _LENGTH.unpack(self.control.recv(_LENGTH.size, socket.MSG_WAITALL))
+            message = json.loads(self.control.recv(length, socket.MSG_WAITALL))
+        except (OSError, struct.error, ValueError) as error:
+            return f"no answer from the fork server ({error})"
+        self.control.setblocking(False)
+        self.base = message.get("base")
+        problem: str | None = message["error"]
+        return problem
+
+    def hand_over(self, connection: socket.socket) -> None:
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [connection.fileno()]))
+        self.control.sendmsg([b"c"], [rights])
+
+    def close(self) -> None:
+        """Ends the server and every snippet. In a forked copy of the trainer: only lets go of it."""
+        self.control.close()
+        if self.owner != os.getpid():
+            return
+        try:
+            self.process.wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        if self.base is not None:
+            shutil.rmtree(self.base, ignore_errors=True)
+
+
+class _OneServer:
+    """The fork server of this process, started on first use and again after it was lost."""
+
+    def __init__(self) -> None:
+        self._server: _Server | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def current(self) -> _Server | None:
+        server = self._server
+        return server if server is not None and server.owner == os.getpid() else None
+
+    def get(self) -> _Server:
+        """Starts it if necessary. Blocks for some 50 ms then."""
+        with self._lock:
+            if self.current is None:
+                self._server = _start()
+                atexit.register(self._server.close)
+            assert self._server is not None
+            return self._server
+
+    def discard(self, server: _Server) -> None:
+        with self._lock:
+            if self._server is server:
+                self._server = None
+                atexit.unregister(server.close)
+                server.close()
+
+
+_SERVER = _OneServer()
+
+
+def _start() -> _Server:
+    """The strongest protection that works here."""
+    reasons = []
+    if sys.platform == "linux":
+        server = _Server("namespaces", [], "namespaces: no network, private read-only files, own user and processes")
+        problem = server.wait_until_ready()
+        if problem is None:
+            return server
+        server.close()
+        reasons.append(problem)
+    server = _Server("plain", [], "")
+    problem = server.wait_until_ready()
+    if problem is not None:
+        server.close()
+        raise SandboxError(f"the sandbox cannot start: {'; '.join([*reasons, problem])}")
+    why = "; ".join(reasons) or f"no namespaces on {sys.platform}"
+    server.protection = f"resource limits only: snippets can read your files and use the network ({why})"
+    return server

@@ -1,0 +1,356 @@
+"""The fork server: a small Python process that forks one child for each snippet.
+
+The trainer's process sends one end of a socket per call. For each the server forks a *warden* (trusted), which reads
+the request, forks the *snippet* behind the walls of ``jail``, reads its output, kills it at its limits and answers.
+Forking from a small warm process costs about a millisecond, starting an interpreter ten times that.
+"""
+
+import array
+import ast
+import builtins
+import gc
+import io
+import json
+import linecache
+import os
+import random
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import types
+from typing import Any, NoReturn
+
+from poise.sandbox import jail
+
+# Loaded once, so that snippets need not: what they import most.
+PRELOADED = (
+    "bisect cmath collections copy datetime decimal fractions functools heapq itertools math numbers operator "
+    "random re statistics string threading typing"
+).split()
+FILE_NAME = "<python>"
+FLOOD_BYTES = 1 << 20  # output beyond this stops the snippet
+_LENGTH = struct.Struct("!I")
+
+
+def send(connection: socket.socket, message: dict[str, Any]) -> None:
+    payload = json.dumps(message).encode()
+    connection.sendall(_LENGTH.pack(len(payload)) + payload)
+
+
+def serve(control_fd: int, mode: str) -> None:
+    """Answers until the other side closes. ``mode``: "namespaces" or "plain". The first message says how it went."""
+    control = socket.socket(fileno=control_fd)
+    base = None
+    try:
+        if mode == "namespaces":
+            jail.enter_namespaces()
+        else:
+            base = tempfile.mkdtemp(prefix="poise-sandbox-")
+    except OSError as error:
+        send(control, {"error": str(error)})
+        return
+    for name in PRELOADED:
+        __import__(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # wardens are reaped by the kernel
+    gc.collect()
+    gc.freeze()
+    send(control, {"error": None, "base": base})
+    while True:
+        fd = _receive_fd(control)
+        if fd is None:
+            break
+        if os.fork() == 0:
+            control.close()
+            try:
+                _warden(socket.socket(fileno=fd), base)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        os.close(fd)
+    if base is not None:
+        while _has_children():  # they see their connection close and clean up
+            time.sleep(0.001)
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def _receive_fd(control: socket.socket) -> int | None:
+    fds = array.array("i")
+    _, ancillary, _, _ = control.recvmsg(1, socket.CMSG_LEN(fds.itemsize))
+    for _, _, payload in ancillary:
+        fds.frombytes(payload[: fds.itemsize])
+    return fds[0] if fds else None
+
+
+def _has_children() -> bool:
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _warden(connection: socket.socket, base: str | None) -> None:
+    """One call: request in, snippet run and watched, answer out."""
+    request = _receive(connection)
+    wake = _wake_on_child_exit()
+    if base is None:
+        jail.isolate_call()
+        work_dir = jail.WORK
+    else:
+        work_dir = tempfile.mkdtemp(dir=base)
+        if sys.platform == "linux":
+            jail.adopt_orphans()
+    output, output_end = os.pipe()
+    ready, ready_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _snippet(request, work_dir, base is None, output_end, ready_end)
+    os.close(output_end)
+    os.close(ready_end)
+    try:
+        problem = os.read(ready, 4096)  # ends when the snippet is about to start, so the clock starts here
+        answer = _watch(pid, output, wake, connection, request) if not problem else {"error": problem.decode()}
+    finally:
+        _kill(pid, base is None)
+        if base is not None:
+            shutil.rmtree(work_dir, ignore_errors=True)
+    send(connection, answer)
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    (length,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size))
+    request: dict[str, Any] = json.loads(_receive_exactly(connection, length))
+    return request
+
+
+def _receive_exactly(connection: socket.socket, length: int) -> bytes:
+    payload = b""
+    while len(payload) < length:
+        chunk = connection.recv(length - len(payload))
+        if not chunk:
+            raise ConnectionError("the caller went away")
+        payload += chunk
+    return payload
+
+
+def _wake_on_child_exit() -> int:
+    """A descriptor that becomes readable when a child ends."""
+    readable, writable = os.pipe()
+    os.set_blocking(writable, False)
+    signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return readable
+
+
+def _watch(pid: int, output: int, wake: int, connection: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
+    """Reads the output until the snippet ends or reaches a limit; kills it then. The answer's fields are ``Result``'s."""
+    start = time.monotonic()
+    deadline = start + request["wall_s"]
+    poller = select.poll()
+    poller.register(output, select.POLLIN)
+    poller.register(wake, select.POLLIN)
+    poller.register(connection, 0)  # reports only that the caller hung up
+    kept = _Kept(request["num_output_bytes"])
+    status = None
+    stopped = ""
+    os.set_blocking(output, False)
+    while status is None and not stopped:
+        remaining = deadline - time.monotonic()
+        events = dict(poller.poll(max(0.0, remaining) * 1000))
+        if output in events and not kept.read_from(output):
+            poller.unregister(output)
+        if wake in events:
+            os.read(wake, 64)
+            status = _exit_status(pid)
+        if connection.fileno() in events:
+            stopped = "abandoned"
+        elif kept.total > FLOOD_BYTES:
+            stopped = "flood"
+        elif not events and remaining <= 0:
+            stopped = "time"
+    wall_s = time.monotonic() - start
+    if status is None:
+        os.kill(pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    while kept.total <= FLOOD_BYTES and kept.read_from(output) and kept.more:
+        pass
+    if status == -signal.SIGXCPU:
+        stopped = "time"
+    return {
+        "error": None,
+        "output": kept.text(),
+        "num_cut_bytes": kept.num_cut,
+        "exit_status": status,
+        "stopped": stopped,
+        "wall_s": wall_s,
+    }
+
+
+def _exit_status(pid: int) -> int | None:
+    done, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if done else None
+
+
+class _Kept:
+    """The first and the last half of a stream of at most ``capacity`` bytes, and how much fell between."""
+
+    def __init__(self, capacity: int) -> None:
+        self.half = capacity // 2
+        self.head, self.tail, self.total, self.more = bytearray(), bytearray(), 0, True
+
+    def read_from(self, fd: int) -> bool:
+        """Takes what is there; False at the end of the stream. ``more``: there was something to take."""
+        try:
+            chunk = os.read(fd, 1 << 16)
+        except BlockingIOError:
+            self.more = False
+            return True
+        self.total += len(chunk)
+        room = self.half - len(self.head)
+        self.head += chunk[:room]
+        self.tail += chunk[room:]
+        del self.tail[: -self.half]
+        return bool(chunk)
+
+    @property
+    def num_cut(self) -> int:
+        return self.total - len(self.head) - len(self.tail)
+
+    def text(self) -> str:
+        if not self.num_cut:
+            return (self.head + self.tail).decode(errors="replace")
+        head, tail = self.head.decode(errors="replace"), self.tail.decode(errors="replace")
+        return f"{head}\n[... {self.num_cut} bytes cut ...]\n{tail}"
+
+
+def _kill(pid: int, in_namespace: bool) -> None:
+    """Ends what the snippet left. Inside a namespace the kernel did when its process 1 ended."""
+    if in_namespace:
+        return
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+    while True:  # orphans that left the group came to this process
+        try:
+            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                orphans = [int(word) for word in file.read().split()]
+        except OSError:
+            return
+        if not orphans:
+            return
+        for orphan in orphans:
+            os.kill(orphan, signal.SIGKILL)
+            os.waitpid(orphan, 0)
+
+
+def _snippet(request: dict[str, Any], work_dir: str, in_namespace: bool, output: int, ready: int) -> NoReturn:
+    """The forked child: puts up the walls, then runs the code as ``__main__``. Never returns."""
+    status, report = 70, ready
+    try:
+        os.setsid()
+        if in_namespace:
+            uid = jail.snippet_uid()
+            jail.mount_work_dir(request["file_mib"], uid)
+        os.chdir(work_dir)
+        null = os.open("/dev/null", os.O_RDONLY)
+        for target, source in ((0, null), (1, output), (2, output), (3, ready)):
+            os.dup2(source, target, inheritable=target < 3)
+        report = 3
+        os.closerange(4, 256)
+        limits = {name: request[name] for name in ("cpu_s", "memory_mib", "file_mib", "num_processes")}
+        jail.limit_resources(**limits)
+        if in_namespace:
+            jail.drop_rights(uid)
+        elif sys.platform == "linux":
+            jail.forbid_new_rights()
+            jail.die_with_parent()
+        _clean_interpreter(work_dir)
+    except BaseException as error:
+        os.write(report, f"{type(error).__name__}: {error}".encode())
+        os._exit(status)
+    os.close(3)
+    try:
+        status = _execute(request["code"])
+    finally:
+        os._exit(status)
+
+
+def _clean_interpreter(work_dir: str) -> None:
+    """Leaves nothing of the server in the interpreter: signals, environment, modules, open files."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(HOME=work_dir, TMPDIR=work_dir, PATH="/usr/bin:/bin", LANG="C.UTF-8")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "poise"]:
+        del sys.modules[name]
+    sys.argv = [""]
+    sys.path = ["", *[path for path in sys.path if "poise" not in path]]
+    tempfile.tempdir = None
+    random.seed(0)  # the same snippet prints the same numbers, so that a run can be repeated
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
+
+
+class _Output(io.TextIOWrapper):
+    """Standard output that knows whether anything was printed."""
+
+    is_used = False
+
+    def write(self, text: str) -> int:
+        self.is_used = self.is_used or bool(text)
+        return super().write(text)
+
+
+def _execute(code: str) -> int:
+    """Runs ``code`` as a notebook cell; the exit status it would have as a script."""
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = stdout = _Output(
+        io.FileIO(1, "w", closefd=False), encoding="utf-8", errors="replace", line_buffering=True
+    )
+    sys.stderr = open(2, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    linecache.cache[FILE_NAME] = (len(code), None, code.splitlines(keepends=True), FILE_NAME)
+    status = 0
+    try:
+        tree = ast.parse(code, FILE_NAME)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, FILE_NAME, "exec"), module.__dict__)
+        if isinstance(last, ast.Expr):
+            value = eval(compile(ast.Expression(last.value), FILE_NAME, "eval"), module.__dict__)
+            if value is not None and not stdout.is_used:
+                print(repr(value), file=stdout)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    except BaseException as error:
+        status = 1
+        _print_traceback(error)
+    threading = sys.modules.get("threading")
+    if threading is not None:
+        threading._shutdown()  # waits for the snippet's threads, as an interpreter's exit does
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    return status & 0xFF
+
+
+def _print_traceback(error: BaseException) -> None:
+    """The traceback without the frames of this file."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != FILE_NAME:
+        frames = frames.tb_next
+    sys.stdout.flush()
+    if isinstance(error, SyntaxError) and frames is None:
+        print("".join(traceback.format_exception_only(error)).rstrip(), file=sys.stderr)
+    else:
+        print("".join(traceback.format_exception(type(error), error, frames)).rstrip(), file=sys.stderr)

@@ -1,0 +1,1 @@
+"""From trajectories to new weights: packing, the optimizer step, checkpoints."""

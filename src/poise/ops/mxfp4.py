@@ -1,0 +1,62 @@
+"""MXFP4 as OpenAI's checkpoints hold it: blocks of 32 FP4 values (E2M1) that share one power of two (E8M0).
+
+OCP Microscaling Formats (MX) Specification v1.0, sections 5.3.3, 5.4.1 and 6.3.
+"""
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+BLOCK = 32
+SCALE_BIAS = 127
+MAX_EXPONENT = 2  # 6.0, the largest E2M1 value, is 1.5 * 2**2
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Halfway between neighbours. A tie goes to the even code: down where the lower code is even, else up.
+MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+def unpack(
+    blocks: UInt8[Tensor, "*batch G 16"], scales: UInt8[Tensor, "*batch G"], dtype: torch.dtype
+) -> Float[Tensor, "*batch N"]:
+    """Values [..., 32 G]: E2M1(nibble) * 2**(scale - 127), low nibble first.
+
+    Raises ValueError for tensors that are not uint8 or do not fit together.
+    """
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise ValueError(f"blocks and scales must be uint8, got {blocks.dtype} and {scales.dtype}")
+    if blocks.shape[-1:] != (BLOCK // 2,) or blocks.shape[:-1] != scales.shape:
+        raise ValueError(
+            f"blocks must be [..., G, 16] and scales [..., G], got {list(blocks.shape)} and {list(scales.shape)}"
+        )
+    codes = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1).flatten(-2)
+    table = torch.tensor((*VALUES, *(-value for value in VALUES)), dtype=torch.float32, device=blocks.device)
+    values = torch.ldexp(table[codes.int()], (scales.to(torch.int32) - SCALE_BIAS).unsqueeze(-1))
+    return values.flatten(-2).to(dtype)
+
+
+def pack(
+    weight: Float[Tensor, "*batch N"],
+) -> tuple[UInt8[Tensor, "*batch G 16"], UInt8[Tensor, "*batch G"]]:
+    """Blocks [..., N / 32, 16] and scales [..., N / 32] of the nearest values, ties to even.
+
+    scale = 2**(floor(log2 max|w|) - 2), so the largest of a block becomes 4 or 6 (above 6 it saturates) and packing
+    what was unpacked gives the same bytes. A block of zeros takes scale byte 0. Raises ValueError unless N is a
+    multiple of 32 and every value is finite.
+    """
+    if weight.dim() == 0 or weight.shape[-1] % BLOCK:
+        raise ValueError(f"weight's last dimension must be a multiple of {BLOCK}, got {list(weight.shape)}")
+    grouped = weight.float().unflatten(-1, (-1, BLOCK))
+    largest = grouped.abs().amax(dim=-1)
+    if not bool(torch.isfinite(largest).all()):
+        raise ValueError("weight holds a value that is not finite")
+    # frexp gives largest = mantissa * 2**exponent with mantissa in [0.5, 1), so floor(log2) = exponent - 1.
+    exponent = torch.frexp(largest).exponent - 1 - MAX_EXPONENT
+    exponent = torch.where(largest > 0, exponent, -SCALE_BIAS).clamp_(min=-SCALE_BIAS)
+    scaled = torch.ldexp(grouped, -exponent.unsqueeze(-1))
+    limits = torch.tensor(MIDPOINTS, dtype=torch.float32, device=weight.device)
+    is_odd = torch.arange(len(MIDPOINTS), device=weight.device) % 2 == 1
+    limits = torch.where(is_odd, torch.nextafter(limits, torch.zeros_like(limits)), limits)
+    codes = torch.bucketize(scaled.abs(), limits, out_int32=True).to(torch.uint8)
+    codes |= torch.signbit(scaled).to(torch.uint8) << 3
+    low, high = codes.unflatten(-1, (-1, 2)).unbind(dim=-1)
+    return low | (high << 4), (exponent + SCALE_BIAS).to(torch.uint8)

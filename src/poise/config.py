@@ -235,16 +235,16 @@ class RunConfig:
     eval_every: int = 0
     """Steps between evaluations on the held-out problems; 0: before and after only."""
     eval_problems: int = 200
-    """Held-out problems per evaluation."""
+    """Held-out problems per evaluation; 0: all."""
     log_trajectories_every: int = 10
     """Steps between trajectory files; 0 writes none."""
     trackers: tuple[Literal["tensorboard"], ...] = ()
     """Loggers beside metrics.jsonl: "tensorboard"."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "tokens_per_microbatch", "save_every", "eval_problems"):
+        for name in ("steps", "tokens_per_microbatch", "save_every"):
             _require(getattr(self, name) >= 1, f"run.{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("eval_every", "log_trajectories_every"):
+        for name in ("eval_every", "eval_problems", "log_trajectories_every"):
             _require(getattr(self, name) >= 0, f"run.{name} must be at least 0, got {getattr(self, name)}")
 
 

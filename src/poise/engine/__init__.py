@@ -1,0 +1,5 @@
+"""What samples: the embedded engine."""
+
+from poise.engine.embedded import EmbeddedEngine
+
+__all__ = ["EmbeddedEngine"]

@@ -1,0 +1,8 @@
+"""Recipes: functions that return a ``Config``. The first line of the docstring is what ``poise recipes`` prints."""
+
+from collections.abc import Callable
+
+from poise.config import Config
+from poise.recipes.tiny import arithmetic_tiny, gsm8k_tiny
+
+RECIPES: dict[str, Callable[[], Config]] = {recipe.__name__: recipe for recipe in (arithmetic_tiny, gsm8k_tiny)}

@@ -1,0 +1,174 @@
+"""The command line: ``poise train``, ``sft``, ``eval``, ``recipes``."""
+
+import dataclasses
+import difflib
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import tyro
+
+from poise.config import Config, ConfigError
+from poise.console import Console
+from poise.interrupt import Interrupted
+from poise.recipes import RECIPES
+from poise.runfolder import read_config
+
+USAGE = """\
+poise: agentic reinforcement learning for GPT-OSS
+
+  poise train RECIPE [--key value ...]        warm start, then reinforcement learning
+  poise train --resume RUN [--key value ...]  go on from a run folder's latest checkpoint
+  poise sft RECIPE [--key value ...]          the supervised warm start alone
+  poise eval CHECKPOINT [--key value ...]     held-out reward of a checkpoint folder, or of a run's latest checkpoint
+  poise recipes                               the recipes, a line each
+
+A key is SECTION.NAME (--rollout.group-size). The section may be left out where the name is unique (--group-size), and
+--task VALUE stands for --task.name VALUE. `poise train RECIPE --help` explains every key.
+"""
+
+Job = Callable[[Config, Path | None, Console], None]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exit codes: 0 done, 1 failed while running, 2 refused before anything started, 130 interrupted and saved."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: Sequence[str]) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    try:
+        return _dispatch(list(argv))
+    except (ConfigError, FileNotFoundError, ModuleNotFoundError) as error:
+        print(f"poise: {error}", file=sys.stderr)
+        return 2
+    except Interrupted:
+        print("poise: interrupted; the state was saved, and --resume goes on from it", file=sys.stderr)
+        return 130
+    except KeyboardInterrupt:
+        print("poise: interrupted at once; the last saved checkpoint stands", file=sys.stderr)
+        return 130
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if argv else 2
+    command, rest = argv[0], argv[1:]
+    if command == "recipes":
+        _print_recipes()
+    elif command == "train":
+        _train(rest)
+    elif command == "sft":
+        config = _parse(_recipe(rest), rest[1:], prog=f"poise sft {rest[0]}")
+        from poise.jobs import sft_job
+
+        Console().line(f"checkpoint: {sft_job(config, Console())}")
+    elif command == "eval":
+        _eval(rest)
+    else:
+        raise ConfigError(f"unknown command {command}; known are train, sft, eval, recipes")
+    return 0
+
+
+def _train(args: list[str]) -> None:
+    resume, args = _take_option(args, "--resume")
+    if resume is None:
+        config = _parse(_recipe(args), args[1:], prog=f"poise train {args[0]}")
+    else:
+        if args and not args[0].startswith("-"):
+            args = args[1:]  # the recipe of a resumed run is what its config.json says
+        before = read_config(Path(resume) / "config.json")
+        config = _parse(before, args, prog="poise train --resume RUN")
+        for section in ("model", "task"):
+            if getattr(config, section) != getattr(before, section):
+                raise ConfigError(
+                    f"--resume cannot change {section}.*: the checkpoint belongs to what {resume} began with"
+                )
+    from poise.jobs import train_job  # torch is not imported for --help and for refused keys
+
+    train_job(config, Console(), resume=None if resume is None else Path(resume))
+
+
+def _eval(args: list[str]) -> None:
+    if not args or args[0] in ("-h", "--help"):
+        _parse(Config(), ["--help"], prog="poise eval CHECKPOINT")
+    if args[0].startswith("-"):
+        raise ConfigError(f"poise eval needs a checkpoint folder or a run folder first, got {args[0]}")
+    from poise.jobs import eval_job
+    from poise.train.checkpoint import latest_checkpoint
+
+    folder = Path(args[0])
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} does not exist: poise eval needs a checkpoint folder or a run folder")
+    checkpoint = latest_checkpoint(folder) or folder
+    # A checkpoint of a run is evaluated on that run's task unless the command line says otherwise.
+    run_config = checkpoint.parent.parent / "config.json"
+    default = read_config(run_config) if checkpoint.parent.name == "checkpoints" and run_config.exists() else Config()
+    default = replace(default, run=replace(default.run, eval_problems=0))
+    config = _parse(default, args[1:], prog=f"poise eval {folder}")
+    eval_job(replace(config, model=replace(config.model, path=str(checkpoint))), Console())
+
+
+def _recipe(args: Sequence[str]) -> Config:
+    if not args:
+        raise ConfigError(f"name a recipe: {', '.join(RECIPES)}")
+    if args[0] in ("-h", "--help"):
+        print(USAGE)
+        sys.exit(0)
+    if args[0] not in RECIPES:
+        raise ConfigError(f"unknown recipe {args[0]}; known are {', '.join(RECIPES)}")
+    return RECIPES[args[0]]()
+
+
+def _print_recipes() -> None:
+    for name, recipe in RECIPES.items():
+        print(f"{name:18} {(recipe.__doc__ or '').splitlines()[0]}")
+
+
+def _take_option(args: list[str], name: str) -> tuple[str | None, list[str]]:
+    for i, arg in enumerate(args):
+        if arg.startswith(f"{name}="):
+            return arg.split("=", 1)[1], args[:i] + args[i + 1 :]
+        if arg == name:
+            if i + 1 == len(args):
+                raise ConfigError(f"{name} needs a run folder")
+            return args[i + 1], args[:i] + args[i + 2 :]
+    return None, args
+
+
+def _parse(default: Config, args: Sequence[str], *, prog: str) -> Config:
+    """The configuration with the command line's values. Values that do not parse end in tyro's message and exit code 2."""
+    return tyro.cli(
+        Config,
+        default=default,
+        args=[full_key(arg) if arg.startswith("--") and arg != "--help" else arg for arg in args],
+        prog=prog,
+        description=USAGE.rsplit("\n\n", 1)[1],
+        config=(tyro.conf.FlagConversionOff, tyro.conf.SuppressFixed),
+    )
+
+
+def full_key(arg: str) -> str:
+    """``--group-size`` or ``--group-size=8`` as ``--rollout.group-size...``. Raises ConfigError for an unknown or ambiguous key."""
+    key, equals, value = arg[2:].partition("=")
+    key = key.replace("_", "-")
+    full = [
+        f"{section.name}.{field.name}".replace("_", "-")
+        for section in dataclasses.fields(Config)
+        for field in dataclasses.fields(section.default_factory)  # type: ignore[arg-type]
+    ]
+    matches = [name for name in full if key in (name, name.split(".")[1]) or f"{key}.name" == name]
+    if len(matches) > 1:
+        raise ConfigError(f"--{key} is ambiguous: --{', --'.join(matches)}")
+    if not matches:
+        close = difflib.get_close_matches(key, [*full, *(name.split(".")[1] for name in full)], n=3)
+        hint = f"; did you mean --{', --'.join(close)}?" if close else "; --help lists the keys"
+        raise ConfigError(f"unknown key --{key}{hint}")
+    return f"--{matches[0]}{equals}{value}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What a person sees while a run goes on: bars on a terminal, one line per step everywhere."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+
+class Bar:
+    """``advance`` once per unit done; the note behind the bar is the newest one given."""
+
+    def __init__(self, progress: Progress | None, description: str, total: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task(description, total=total, note="") if progress else None
+
+    def advance(self, note: str = "") -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, advance=1, note=note)
+
+
+class Console:
+    """Lines and tables on stdout. Bars only on a terminal, so that a log file stays readable."""
+
+    def __init__(self) -> None:
+        self._rich = RichConsole(highlight=False, soft_wrap=True)
+
+    def line(self, text: str) -> None:
+        self._rich.print(text, markup=False)
+
+    @contextmanager
+    def bar(self, description: str, total: int) -> Iterator[Bar]:
+        if not self._rich.is_terminal:
+            yield Bar(None, description, total)
+            return
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        with Progress(*columns, console=self._rich, transient=True) as progress:
+            yield Bar(progress, description, total)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        table = Table(title=title, title_justify="left")
+        for i, column in enumerate(columns):
+            table.add_column(column, justify="left" if i == 0 else "right")
+        for row in rows:
+            table.add_row(*row)
+        self._rich.print(table)
+
+
+def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
+    """One step of reinforcement learning in one line. ratio: min..max; engine-trainer: mean |difference|, nats."""
+    m = metrics
+    return (
+        f"step {step}/{num_steps}"
+        f"  reward {m['reward_mean']:.3f}±{m['reward_std']:.2f}"
+        f"  equal groups {m['equal_groups']:.0%}"
+        f"  turns {m['episode_turns']:.2f}"
+        f"  tokens {m['episode_tokens']:.0f}"
+        f"  tool {m.get('tool_calls', 0):.2f}/{m.get('tool_errors', 0):.2f} err"
+        f"  done {m['stop_done']:.0%}"
+        f"  entropy {m['entropy']:.3f}"
+        f"  grad {m['grad_norm']:.2f}"
+        f"  ratio {m['ratio_min']:.4g}..{m['ratio_max']:.4g}"
+        f"  clip {m['clip_fraction']:.2%}"
+        f"  engine-trainer {m['mismatch_mean']:.1e}"
+        f"  rollout {m['rollout_tokens_per_s']:.0f} tok/s"
+        f"  train {m['train_tokens_per_s']:.0f} tok/s"
+    )
+
+
+def metric_rows(*evaluations: Mapping[str, float]) -> list[list[str]]:
+    """Rows of a table with one column per evaluation: the headline numbers, in words, then whatever else there is."""
+    known = {
+        "reward_mean": "reward (mean)",
+        "reward_std": "reward (standard deviation)",
+        "share_with_tool": "episodes with a tool call",
+        "solved_with_tool": "solved episodes with a tool call",
+        "episode_turns": "turns per episode",
+        "episode_tokens": "tokens per episode",
+        "response_tokens_per_episode": "sampled tokens per episode",
+        "tool_calls": "tool calls per episode",
+        "tool_errors": "tool errors per episode",
+    }
+    names = {name: label for name, label in known.items() if any(name in metrics for metrics in evaluations)}
+    for metrics in evaluations:
+        for name in metrics:
+            names.setdefault(name, name.replace("stop_", "stopped: ").replace("_", " "))
+    shares = {"share_with_tool", "solved_with_tool", *(name for name in names if name.startswith("stop_"))}
+    return [
+        [label, *(f"{m.get(name, 0.0):.1%}" if name in shares else f"{m.get(name, 0.0):.3f}" for m in evaluations)]
+        for name, label in names.items()
+    ]

@@ -1,0 +1,64 @@
+"""Ctrl-C (and SIGTERM) stop a run where nothing is half done."""
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from types import FrameType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Interrupted(Exception):
+    """A run was asked to stop, and did so at a safe place."""
+
+
+class Interrupt:
+    """As a context manager it takes over SIGINT and SIGTERM: the first asks to stop, a second SIGINT stops at once.
+
+    A rollout is cancelled at once, since sampling changes nothing; an optimizer step is finished first.
+    """
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._cancel: Callable[[], None] | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.is_requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.is_requested = True
+        if self._cancel is not None:
+            self._cancel()
+
+    def check(self) -> None:
+        """Raises Interrupted if a stop was asked for: call it where the run may end."""
+        if self.is_requested:
+            raise Interrupted
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """``asyncio.run`` that a stop request cancels; raises Interrupted then."""
+
+        async def main() -> T:
+            task = asyncio.ensure_future(coroutine)
+            loop = asyncio.get_running_loop()
+            self._cancel = lambda: loop.call_soon_threadsafe(task.cancel) and None
+            if self.is_requested:
+                task.cancel()
+            return await task
+
+        try:
+            return asyncio.run(main())
+        except asyncio.CancelledError:
+            raise Interrupted from None
+        finally:
+            self._cancel = None

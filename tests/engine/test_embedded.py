@@ -1,0 +1,228 @@
+"""The engine against a fresh full forward of the same model: same log-probs and routes whatever the batch."""
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from poise.engine import EmbeddedEngine
+from poise.model import GptOss, GptOssConfig, packed_attend
+from poise.model.gpt_oss import top_k_route
+from poise.types import Action
+
+WINDOW = 8
+VOCAB = 40
+CALL, RETURN = 38, 39
+
+
+def model_with_large_sinks() -> GptOss:
+    config = GptOssConfig(
+        vocab_size=VOCAB,
+        hidden_size=24,
+        intermediate_size=20,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        num_experts=6,
+        experts_per_token=2,
+        sliding_window=WINDOW,
+    )
+    model = GptOss(config).init_weights(0)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("sinks", "bias")):
+                parameter.normal_(0, 2.0, generator=generator)
+        model.lm_head.weight.mul_(20)  # probabilities far from uniform
+    return model
+
+
+def engine_of(model: GptOss, **overrides) -> EmbeddedEngine:
+    arguments = dict(stop_ids={CALL, RETURN}, return_id=RETURN, num_slots=4, max_context_tokens=96, temperature=0.7)
+    return EmbeddedEngine(model, **(arguments | overrides))
+
+
+@dataclass
+class Replayed:
+    """The whole stream of one episode, with what the engine said of each sampled token."""
+
+    token_ids: list[int]
+    log_probs: dict[int, float]
+    routes: np.ndarray
+
+
+async def episode(engine: EmbeddedEngine, name: str, observations: list[list[int]], seed: int) -> Replayed:
+    stream: list[int] = []
+    log_probs: dict[int, float] = {}
+    routes = np.zeros(0)
+    for turn, observation in enumerate(observations):
+        stream += observation
+        action: Action = await engine(stream, episode_id=name, seed=seed + turn, max_tokens=15)
+        for offset, log_prob in enumerate(action.log_probs):
+            log_probs[len(stream) + offset] = log_prob
+        stream += action.token_ids
+        assert action.routes is not None
+        assert len(action.routes) == len(stream) - 1
+        routes = action.routes
+    return Replayed(token_ids=stream, log_probs=log_probs, routes=routes)
+
+
+def full_forward(model: GptOss, token_ids: list[int], temperature: float) -> tuple[torch.Tensor, np.ndarray]:
+    """Log-probs [T, V] by one uncached forward with the reference kernel, and its routes."""
+    recorded = []
+    inner = top_k_route(model.config.experts_per_token)
+
+    def route(layer, logits):
+        ids, weights = inner(layer, logits)
+        recorded.append(ids)
+        return ids, weights
+
+    ids = torch.tensor(token_ids)
+    cu_seqlens = torch.tensor([0, len(ids)], dtype=torch.int32)
+    with torch.no_grad():
+        hidden = model(ids, torch.arange(len(ids)), packed_attend(cu_seqlens, kernel="reference"), route)
+        logits = hidden @ model.lm_head.weight.T
+    return torch.log_softmax(logits / temperature, dim=-1), torch.stack(recorded, dim=1).numpy()
+
+
+def observations_of(rng: np.random.Generator, lengths: list[int]) -> list[list[int]]:
+    return [rng.integers(0, CALL, size=length).tolist() for length in lengths]
+
+
+def check(model: GptOss, played: Replayed, temperature: float = 0.7) -> None:
+    log_probs, routes = full_forward(model, played.token_ids, temperature)
+    for position, log_prob in played.log_probs.items():
+        expected = log_probs[position - 1, played.token_ids[position]].item()
+        assert log_prob == pytest.approx(expected, abs=1e-4)
+    # The last sampled token was never an input.
+    assert np.array_equal(np.sort(played.routes, -1), np.sort(routes[: len(played.routes)], -1))
+
+
+# Prompts shorter than the window, equal to it, one beyond, far beyond; observations of one token and of several windows.
+LENGTHS = [[1, 1, 20], [7, 3, 2], [8, 1, 9], [9, 17, 1], [30, 8, 7], [3, 2, 1], [16, 12, 3]]
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 8])
+@pytest.mark.parametrize("max_prefill_tokens", [5, 4096])
+def test_log_probs_equal_a_full_forward_for_any_batch(num_slots, max_prefill_tokens):
+    # One slot serves the episodes in turn and evicts them between turns; eight slots sample all at once; with three
+    # they wait, evict and resume. A small prefill budget cuts prompts into pieces.
+    model = model_with_large_sinks()
+    rng = np.random.default_rng(0)
+    plays = [observations_of(rng, lengths) for lengths in LENGTHS]
+
+    async def play(order: list[int]) -> dict[int, Replayed]:
+        engine = engine_of(model, num_slots=num_slots, max_prefill_tokens=max_prefill_tokens)
+        replayed = await asyncio.gather(*(episode(engine, f"e{i}", plays[i], seed=100 * i) for i in order))
+        return dict(zip(order, replayed, strict=True))
+
+    forward = asyncio.run(play(list(range(len(plays)))))
+    backward = asyncio.run(play(list(reversed(range(len(plays))))))
+    for i in range(len(plays)):
+        check(model, forward[i])
+        assert forward[i].token_ids == backward[i].token_ids  # the same seed samples the same tokens in any company
+
+
+def test_long_observations_are_fed_in_pieces():
+    import poise.engine.embedded as embedded
+
+    assert embedded.MAX_CONTINUING_TOKENS == 512
+    model = model_with_large_sinks()
+    rng = np.random.default_rng(3)
+    engine = engine_of(model, max_context_tokens=1400, num_slots=2)
+    played = asyncio.run(episode(engine, "long", observations_of(rng, [5, 700, 600]), seed=4))
+    check(model, played)
+
+
+def test_new_policy_version_drops_the_cache():
+    model = model_with_large_sinks()
+    rng = np.random.default_rng(1)
+    engine = engine_of(model)
+    first, second = observations_of(rng, [12, 5])
+
+    async def run() -> tuple[list[int], Action]:
+        action = await engine(first, episode_id="a", seed=0, max_tokens=10)
+        stream = [*first, *action.token_ids, *second]
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(-1.5)
+        engine.new_policy_version(3)
+        return stream, await engine(stream, episode_id="a", seed=1, max_tokens=10)
+
+    stream, action = asyncio.run(run())
+    assert action.policy_version == 3
+    log_probs, _ = full_forward(model, [*stream, *action.token_ids], 0.7)
+    expected = [log_probs[len(stream) - 1 + i, t].item() for i, t in enumerate(action.token_ids)]
+    assert action.log_probs == pytest.approx(expected, abs=1e-4)
+
+
+def test_stops_at_stop_ids_and_at_max_tokens():
+    model = model_with_large_sinks()
+
+    async def run(favoured: int, max_tokens: int) -> Action:
+        engine = engine_of(model, stop_ids={favoured}, return_id=favoured)
+        return await engine([1, 2, 3], episode_id="a", seed=5, max_tokens=max_tokens)
+
+    free = asyncio.run(run(VOCAB + 1, 12))  # no stop id at all
+    assert len(free.token_ids) == 12
+    assert not free.is_stopped
+    third = free.token_ids[2]
+    stopped = asyncio.run(run(third, 12))
+    end = free.token_ids.index(third) + 1
+    assert stopped.token_ids == free.token_ids[:end]
+    assert stopped.is_stopped
+
+
+def test_seeds_differ_and_frequencies_match_the_distribution():
+    # 4,000 single-token requests from the same prompt against the exact distribution: chi-square over the likely tokens.
+    model = model_with_large_sinks()
+    engine = engine_of(model, num_slots=256, temperature=1.0, max_context_tokens=8)
+
+    async def run() -> list[int]:
+        calls = [engine([4, 9, 1], episode_id=str(i), seed=i, max_tokens=1) for i in range(4000)]
+        return [action.token_ids[0] for action in await asyncio.gather(*calls)]
+
+    counts = np.bincount(asyncio.run(run()), minlength=VOCAB)
+    log_probs, _ = full_forward(model, [4, 9, 1, 0], 1.0)
+    expected = log_probs[2].exp().double().numpy() * 4000
+    likely = expected > 20
+    chi2 = float(((counts - expected) ** 2 / expected)[likely].sum())
+    degrees = int(likely.sum())
+    assert degrees >= 3
+    assert chi2 < degrees + 5 * np.sqrt(2 * degrees)
+
+
+def test_bad_requests_are_refused():
+    engine = engine_of(model_with_large_sinks())
+    with pytest.raises(ValueError, match="max_context_tokens 96"):
+        asyncio.run(engine([1] * 90, episode_id="a", seed=0, max_tokens=10))
+    with pytest.raises(ValueError, match="token_ids"):
+        asyncio.run(engine([], episode_id="a", seed=0, max_tokens=10))
+
+
+def test_an_error_in_a_step_reaches_every_caller():
+    model = model_with_large_sinks()
+    engine = engine_of(model)
+
+    async def run() -> list[object]:
+        calls = [engine([VOCAB + 7], episode_id=str(i), seed=0, max_tokens=3) for i in range(3)]  # no such token
+        return list(await asyncio.gather(*calls, return_exceptions=True))
+
+    assert all(isinstance(result, IndexError) for result in asyncio.run(run()))
+    # and the engine works again afterwards
+    assert asyncio.run(engine([1], episode_id="x", seed=0, max_tokens=1)).token_ids
+
+
+def test_a_cancelled_request_frees_its_slot():
+    engine = engine_of(model_with_large_sinks(), num_slots=1, stop_ids={VOCAB + 1})
+
+    async def run() -> Action:
+        task = asyncio.create_task(engine([1], episode_id="a", seed=0, max_tokens=80))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        return await engine([2], episode_id="b", seed=0, max_tokens=2)
+
+    assert len(asyncio.run(run()).token_ids) == 2

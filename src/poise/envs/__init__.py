@@ -1,0 +1,21 @@
+"""Environments: what the policy acts in. ``make_task`` turns a configuration into rows and environments."""
+
+from poise.config import TaskConfig
+from poise.envs.env import Task
+
+
+def make_task(config: TaskConfig) -> Task:
+    """Raises ``ConfigError`` in one sentence where data or an optional package is missing."""
+    if config.name == "reasoning_gym":
+        from poise.envs.reasoning_gym import ReasoningGym
+
+        return ReasoningGym(
+            config.dataset,
+            num_train_rows=config.num_train_rows,
+            num_test_rows=config.num_test_rows,
+            seed=config.seed,
+            describes_tools=config.describes_tools,
+            mental_share=config.mental_share,
+            tool_time_limit_s=config.tool_time_limit_s,
+        )
+    raise ValueError(f"task.name must be reasoning_gym or gsm8k, got {config.name!r}")

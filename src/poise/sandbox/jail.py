@@ -51,7 +51,7 @@ def enter_namespaces() -> None:
 
 
 def isolate_call() -> None:
-    """Gives the next child its own process, mount and IPC namespaces: it sees no other snippet and can't outlive itself."""
+    """Gives the next child its own process, mount and IPC namespaces: it sees no other snippet, leaves nothing."""
     _unshare(_CLONE_NEWPID | _CLONE_NEWNS | _CLONE_NEWIPC)
 
 

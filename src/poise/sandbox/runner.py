@@ -83,8 +83,8 @@ async def run_python(code: str, *, limits: Limits | None = None) -> Result:
     """Runs ``code`` in the sandbox, as a notebook does: the value of a last expression is shown if nothing was printed.
 
     At most as many snippets as cores run at once, the others wait; waiting does not count as time. Only the standard
-    library can be imported. ``random`` starts from the same seed in every snippet. Time-outs, crashes, floods and syntax
-    errors come back as text; ``SandboxError`` means that the sandbox itself is broken.
+    library can be imported. ``random`` starts from the same seed in every snippet. Time-outs, crashes, floods and
+    syntax errors come back as text; ``SandboxError`` means that the sandbox itself is broken.
     """
     limits = limits or Limits()
     if "\0" in code:
@@ -92,7 +92,8 @@ async def run_python(code: str, *, limits: Limits | None = None) -> Result:
     request = json.dumps({"code": code, **vars(limits)}).encode()
     async with _slots():
         for _ in range(2):  # a server that was killed from outside is replaced once
-            server = _SERVER.current or await asyncio.to_thread(_SERVER.get)
+            running = _SERVER.current
+            server = running if running is not None else await asyncio.to_thread(_SERVER.get)
             answer = await _ask(server, request, limits.wall_s + _GRACE_S)
             if answer is not None:
                 return _result(answer, limits)
@@ -175,11 +176,11 @@ class _Server:
 
     def __init__(self, mode: str, prefix: list[str], protection: str) -> None:
         package = os.path.dirname(__file__)
+        python = [sys.executable, "-S", "-s", "-c", _START]
         self.control, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-S", "-s", "-c", _START]
-                + [os.path.dirname(package), package, str(theirs.fileno()), mode],
+                [*prefix, *python, os.path.dirname(package), package, str(theirs.fileno()), mode],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -8,6 +8,7 @@ Forking from a small warm process costs about a millisecond, starting an interpr
 import array
 import ast
 import builtins
+import contextlib
 import gc
 import io
 import json
@@ -21,6 +22,7 @@ import socket
 import struct
 import sys
 import tempfile
+import textwrap
 import time
 import traceback
 import types
@@ -29,10 +31,8 @@ from typing import Any, NoReturn
 from poise.sandbox import jail
 
 # Loaded once, so that snippets need not: what they import most.
-PRELOADED = (
-    "bisect cmath collections copy datetime decimal fractions functools heapq itertools math numbers operator "
-    "random re statistics string threading typing"
-).split()
+PRELOADED = """bisect cmath collections copy datetime decimal fractions functools heapq itertools json math
+    operator random re statistics string threading typing"""
 FILE_NAME = "<python>"
 FLOOD_BYTES = 1 << 20  # output beyond this stops the snippet
 _LENGTH = struct.Struct("!I")
@@ -55,7 +55,7 @@ def serve(control_fd: int, mode: str) -> None:
     except OSError as error:
         send(control, {"error": str(error)})
         return
-    for name in PRELOADED:
+    for name in PRELOADED.split():
         __import__(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # wardens are reaped by the kernel
     gc.collect()
@@ -150,7 +150,7 @@ def _wake_on_child_exit() -> int:
 
 
 def _watch(pid: int, output: int, wake: int, connection: socket.socket, request: dict[str, Any]) -> dict[str, Any]:
-    """Reads the output until the snippet ends or reaches a limit; kills it then. The answer's fields are ``Result``'s."""
+    """Reads the output until the snippet ends or reaches a limit, then kills it. Answers ``Result``'s fields."""
     start = time.monotonic()
     deadline = start + request["wall_s"]
     poller = select.poll()
@@ -234,10 +234,8 @@ def _kill(pid: int, in_namespace: bool) -> None:
     """Ends what the snippet left. Inside a namespace the kernel did when its process 1 ended."""
     if in_namespace:
         return
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
     while True:  # orphans that left the group came to this process
         try:
             with open(f"/proc/self/task/{os.getpid()}/children") as file:
@@ -310,7 +308,8 @@ class _Output(io.TextIOWrapper):
 
 
 def _execute(code: str) -> int:
-    """Runs ``code`` as a notebook cell; the exit status it would have as a script."""
+    """Runs ``code`` as a notebook cell, common indentation removed; the exit status it would have as a script."""
+    code = textwrap.dedent(code)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = stdout = _Output(
         io.FileIO(1, "w", closefd=False), encoding="utf-8", errors="replace", line_buffering=True

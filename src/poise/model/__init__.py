@@ -1,6 +1,7 @@
 """The policy network and its checkpoints."""
 
+from poise.model.checkpoint import CheckpointError, load_model, save_model
 from poise.model.config import GptOssConfig
 from poise.model.gpt_oss import GptOss, packed_attend, top_k_route
 
-__all__ = ["GptOss", "GptOssConfig", "packed_attend", "top_k_route"]
+__all__ = ["CheckpointError", "GptOss", "GptOssConfig", "load_model", "packed_attend", "save_model", "top_k_route"]

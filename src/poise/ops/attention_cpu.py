@@ -58,7 +58,8 @@ def _sink_grad(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Ten
 class _Batches:
     """Where packed tokens lie in padded batches.
 
-    ``gather`` [P]: token at each padded place; ``place`` [T]: the inverse. Both are None for a single sequence, which needs no padding. ``shapes``: (sequences, length) of each batch.
+    ``gather`` [P]: token at each padded place; ``place`` [T]: the inverse. Both are None for a single
+    sequence, which needs no padding. ``shapes``: (sequences, length) of each batch.
     """
 
     gather: Tensor | None

@@ -45,7 +45,7 @@ def pack(
     """
     if weight.dim() == 0 or weight.shape[-1] % BLOCK:
         raise ValueError(f"weight's last dimension must be a multiple of {BLOCK}, got {list(weight.shape)}")
-    grouped = weight.float().unflatten(-1, (-1, BLOCK))
+    grouped = weight.float().contiguous().unflatten(-1, (-1, BLOCK))
     largest = grouped.abs().amax(dim=-1)
     if not bool(torch.isfinite(largest).all()):
         raise ValueError("weight holds a value that is not finite")

@@ -1,12 +1,16 @@
 """What a policy sampled, as messages or as a typed error."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from poise.harmony.messages import Message, Role
 from poise.harmony.tokens import HarmonyTokenizer
+
+# In a header: text that may spell a special token, ids outside the vocabulary, white space that is not ASCII's.
+_STRANGE = re.compile("[<\N{REPLACEMENT CHARACTER}]|[^\\S \t\n\f\r]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +117,7 @@ def _parse_header(ids: Sequence[int], tokenizer: HarmonyTokenizer, *, has_role: 
             text = tokenizer.decode_bytes(segment).decode("utf-8")
         except UnicodeDecodeError:
             return "is not valid UTF-8"
-        if "<" in text or "\N{REPLACEMENT CHARACTER}" in text:
+        if _STRANGE.search(text):
             return f"has the text {text!r}"
         found = text.split()
         if marker == tokenizer.channel:
@@ -139,13 +143,12 @@ def _parse_header(ids: Sequence[int], tokenizer: HarmonyTokenizer, *, has_role: 
 
 def _sort_words(words: list[tuple[str, bool]], channel: str | None) -> _Header | str:
     recipients = [word.removeprefix("to=") for word, is_type in words if word.startswith("to=") and not is_type]
-    content_types = [word for word, is_type in words if is_type]
-    is_constrained = bool(content_types)
-    others = [word for word, is_type in words if not is_type and not word.startswith("to=")]
-    if not content_types and others and (recipients or len(others) > 1):
-        content_types = [others.pop()]
-    if not recipients and others:
-        recipients = [others.pop()]
+    others = [(word, is_type) for word, is_type in words if is_type or not word.startswith("to=")]
+    content_type, is_constrained = None, False
+    if others and (recipients or len(others) > 1 or others[0][1]):
+        content_type, is_constrained = others.pop()
+    if others and not recipients and not others[-1][1]:
+        recipients = [others.pop()[0]]
     if len(recipients) > 1 or others:
         return f"has the words {' '.join(word for word, _ in words)!r}"
     if recipients == [""]:
@@ -153,7 +156,7 @@ def _sort_words(words: list[tuple[str, bool]], channel: str | None) -> _Header |
     return _Header(
         recipient=recipients[0] if recipients else None,
         channel=channel,
-        content_type=content_types[0] if content_types else None,
+        content_type=content_type,
         is_constrained=is_constrained,
     )
 

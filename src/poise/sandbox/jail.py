@@ -8,9 +8,9 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-WORK = "/work"  # the snippet's own empty directory, inside the private root
+WORK = "/snippet"  # the snippet's own empty directory, inside the private root
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -19,6 +19,7 @@ _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _MNT_DETACH = 2
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/dev/null", "/dev/zero", "/dev/urandom")
 _NOBODY = 65534
 _FIRST_SPARE_UID = 2_000_000_000  # far from real users; one for each snippet, so that process limits count per snippet
 
@@ -29,11 +30,12 @@ class JailError(OSError):
     """The kernel refuses a wall. The message names the call."""
 
 
-def enter_namespaces() -> None:
+def enter_namespaces(visible_paths: Sequence[str] = ()) -> None:
     """Forks into new mount, network, process, IPC and host-name namespaces with a private read-only root.
 
     Returns in the child, which is process 1 of its namespace: when it ends, the kernel ends everything inside. Without
-    root rights the namespaces belong to a new user namespace. Raises ``JailError`` where the kernel allows none of it.
+    root rights the namespaces belong to a new user namespace. ``visible_paths``: shown beside Python's own. Raises
+    ``JailError`` where the kernel allows none of it.
     """
     uid, gid = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWPID | _CLONE_NEWNET
@@ -47,7 +49,7 @@ def enter_namespaces() -> None:
         _, status = os.waitpid(pid, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     die_with_parent()
-    _build_root()
+    _build_root(visible_paths)
 
 
 def isolate_call() -> None:
@@ -56,7 +58,7 @@ def isolate_call() -> None:
 
 
 def mount_work_dir(size_mib: int, uid: int) -> None:
-    """An empty memory-backed ``/work`` of at most ``size_mib``, gone with the caller's mount namespace."""
+    """An empty memory-backed ``WORK`` of at most ``size_mib``, gone with the caller's mount namespace."""
     _mount("tmpfs", WORK, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size_mib}m,nr_inodes=4096,mode=700,uid={uid}")
 
 
@@ -115,11 +117,12 @@ def adopt_orphans() -> None:
     _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def _build_root() -> None:
+def _build_root(visible_paths: Sequence[str]) -> None:
     """A new root that holds Python's standard library, the system's shared libraries and three devices, read-only."""
     library = os.path.dirname(os.path.dirname(os.__file__))
-    paths = [library, os.path.realpath(sys.executable), *_loaded_libraries()]
-    paths += ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/dev/null", "/dev/zero", "/dev/urandom"]
+    paths = [library, os.path.realpath(sys.executable), *_loaded_libraries(), *visible_paths, *_SYSTEM_PATHS]
+    sources = {path: os.path.realpath(path) for path in sorted(paths)}
+    links = {path: os.readlink(path) for path in _SYSTEM_PATHS if os.path.islink(path)}
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     os.mkdir("/tmp/old")
@@ -128,8 +131,10 @@ def _build_root() -> None:
         raise JailError(f"pivot_root: unknown machine {os.uname().machine}")
     _check(_libc.syscall(pivot_root, b"/tmp", b"/tmp/old"), "pivot_root")
     os.chdir("/")
-    for path in sorted(set(paths)):
-        _show(path)
+    for path, target in links.items():
+        os.symlink(target, path)
+    for path, source in sources.items():
+        _show(path, "/old" + source)
     _check(_libc.umount2(b"/old", _MNT_DETACH), "umount2(/old)")
     os.rmdir("/old")
     os.mkdir(WORK)
@@ -138,15 +143,11 @@ def _build_root() -> None:
     _mount(None, "/", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
 
 
-def _show(path: str) -> None:
-    """Makes ``path`` of the old root visible in the new one, read-only. Links are copied, absent paths left out."""
-    old = "/old" + path
-    if os.path.lexists(path) or not os.path.lexists(old):
+def _show(path: str, old: str) -> None:
+    """Makes ``old`` visible as ``path``, read-only."""
+    if os.path.lexists(path) or not os.path.exists(old):
         return  # already inside a folder that is shown, or not on this system
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    if os.path.islink(old):
-        os.symlink(os.readlink(old), path)
-        return
     if os.path.isdir(old):
         os.mkdir(path)
     else:

@@ -27,7 +27,7 @@ for name, path in (("poise", sys.argv[1]), ("poise.sandbox", sys.argv[2])):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
 from poise.sandbox.zygote import serve
-serve(int(sys.argv[3]), sys.argv[4])
+serve(int(sys.argv[3]), sys.argv[4], prelude=sys.argv[5], paths=sys.argv[6:])
 """
 
 
@@ -79,31 +79,34 @@ class Result:
         return "\n".join(parts) or "[no output]"
 
 
-async def run_python(code: str, *, limits: Limits | None = None) -> Result:
+async def run_python(code: str, *, limits: Limits | None = None, prelude: str = "") -> Result:
     """Runs ``code`` in the sandbox, as a notebook does: the value of a last expression is shown if nothing was printed.
 
     At most as many snippets as cores run at once, the others wait; waiting does not count as time. Only the standard
-    library can be imported. ``random`` starts from the same seed in every snippet. Time-outs, crashes, floods and
-    syntax errors come back as text; ``SandboxError`` means that the sandbox itself is broken.
+    library can be imported, unless there is a ``prelude``: trusted code that a fork server of its own runs once, with
+    the installed packages in reach; what it imported is there for every snippet. ``random`` starts from the same seed in
+    every snippet. Time-outs, crashes, floods and syntax errors come back as text; ``SandboxError`` means that the
+    sandbox itself is broken.
     """
     limits = limits or Limits()
     if "\0" in code:
         return Result(output="SyntaxError: source code cannot contain null bytes", exit_status=1)
     request = json.dumps({"code": code, **vars(limits)}).encode()
+    servers = _SERVERS.setdefault(prelude, _OneServer(prelude))
     async with _slots():
         for _ in range(2):  # a server that was killed from outside is replaced once
-            running = _SERVER.current
-            server = running if running is not None else await asyncio.to_thread(_SERVER.get)
+            running = servers.current
+            server = running if running is not None else await asyncio.to_thread(servers.get)
             answer = await _ask(server, request, limits.wall_s + _GRACE_S)
             if answer is not None:
                 return _result(answer, limits)
-            _SERVER.discard(server)
+            servers.discard(server)
     return Result(output="", exit_status=-signal.SIGKILL, notice="[the interpreter was killed]")
 
 
 def protection() -> str:
     """One line: what keeps snippets in on this machine. Starts the sandbox; raises ``SandboxError`` if it can't."""
-    return _SERVER.get().protection
+    return _SERVERS[""].get().protection
 
 
 def _result(answer: dict[str, Any], limits: Limits) -> Result:
@@ -174,13 +177,22 @@ def _slots() -> asyncio.Semaphore:
 class _Server:
     """A running fork server: its process, the socket it takes calls from, and what protects its snippets."""
 
-    def __init__(self, mode: str, prefix: list[str], protection: str) -> None:
+    def __init__(self, mode: str, prelude: str, protection: str) -> None:
         package = os.path.dirname(__file__)
+        paths = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
         python = [sys.executable, "-S", "-s", "-c", _START]
         self.control, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [*prefix, *python, os.path.dirname(package), package, str(theirs.fileno()), mode],
+                [
+                    *python,
+                    os.path.dirname(package),
+                    package,
+                    str(theirs.fileno()),
+                    mode,
+                    prelude,
+                    *(paths if prelude else []),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -226,7 +238,8 @@ class _Server:
 class _OneServer:
     """The fork server of this process, started on first use and again after it was lost."""
 
-    def __init__(self) -> None:
+    def __init__(self, prelude: str) -> None:
+        self._prelude = prelude
         self._server: _Server | None = None
         self._lock = threading.Lock()
 
@@ -239,7 +252,7 @@ class _OneServer:
         """Starts it if necessary. Blocks for some 50 ms then."""
         with self._lock:
             if self.current is None:
-                self._server = _start()
+                self._server = _start(self._prelude)
                 atexit.register(self._server.close)
             assert self._server is not None
             return self._server
@@ -252,20 +265,22 @@ class _OneServer:
                 server.close()
 
 
-_SERVER = _OneServer()
+_SERVERS = {"": _OneServer("")}  # by prelude
 
 
-def _start() -> _Server:
+def _start(prelude: str) -> _Server:
     """The strongest protection that works here."""
     reasons = []
     if sys.platform == "linux":
-        server = _Server("namespaces", [], "namespaces: no network, private read-only files, own user and processes")
+        server = _Server(
+            "namespaces", prelude, "namespaces: no network, private read-only files, own user and processes"
+        )
         problem = server.wait_until_ready()
         if problem is None:
             return server
         server.close()
         reasons.append(problem)
-    server = _Server("plain", [], "")
+    server = _Server("plain", prelude, "")
     problem = server.wait_until_ready()
     if problem is not None:
         server.close()

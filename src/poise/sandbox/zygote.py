@@ -43,20 +43,29 @@ def send(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(_LENGTH.pack(len(payload)) + payload)
 
 
-def serve(control_fd: int, mode: str) -> None:
-    """Answers until the other side closes. ``mode``: "namespaces" or "plain". The first message says how it went."""
+def serve(control_fd: int, mode: str, *, prelude: str, paths: list[str]) -> None:
+    """Answers until the other side closes. The first message says how the start went.
+
+    ``mode``: "namespaces" or "plain". ``prelude``: trusted code run once, with ``paths`` on ``sys.path``.
+    """
     control = socket.socket(fileno=control_fd)
     base = None
     try:
         if mode == "namespaces":
-            jail.enter_namespaces()
+            jail.enter_namespaces(paths)
         else:
             base = tempfile.mkdtemp(prefix="poise-sandbox-")
     except OSError as error:
         send(control, {"error": str(error)})
         return
+    sys.path += paths
     for name in PRELOADED.split():
         __import__(name)
+    try:
+        exec(prelude, {})
+    except Exception as error:
+        send(control, {"error": f"the prelude failed: {type(error).__name__}: {error}"})
+        return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # wardens are reaped by the kernel
     gc.collect()
     gc.freeze()
@@ -291,7 +300,6 @@ def _clean_interpreter(work_dir: str) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "poise"]:
         del sys.modules[name]
     sys.argv = [""]
-    sys.path = ["", *[path for path in sys.path if "poise" not in path]]
     tempfile.tempdir = None
     random.seed(0)  # the same snippet prints the same numbers, so that a run can be repeated
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]

@@ -1,0 +1,122 @@
+"""Is the number that a text gives as its answer the right one?"""
+
+import re
+from fractions import Fraction
+
+from poise.sandbox import Limits, run_python
+
+_MAX_DIGITS = 100
+_MAX_EXPRESSION = 200  # characters
+_RELATIVE_TOLERANCE = Fraction(1, 10**12)  # what float arithmetic in a tool leaves behind, far below any near miss
+
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
+_NUMBER = re.compile(
+    rf"""(?<![\w^.])(?P<sign>[-+]?)\s?(?:
+        (?P<whole>[0-9]+)?\s*\\frac\s*\{{\s*(?P<top>{_DIGITS})\s*\}}\s*\{{\s*(?P<bottom>{_DIGITS})\s*\}}
+      | (?:(?P<mixed>[0-9]+)\s+)?(?P<over>{_DIGITS})\s*/\s*(?P<under>{_DIGITS})
+      | (?P<plain>{_DIGITS})
+    )""",
+    re.VERBOSE,
+)
+_EXPRESSION = re.compile(r"(?:[0-9\s.,+\-*/^(){}]|\\(?:frac|sqrt|times|cdot|div)(?![a-zA-Z]))+")
+_OPERATOR = re.compile(r"[+\-*/^]|\\")
+_BOLD = re.compile(r"(?<![\w)])\*\*(?=\S)(.+?)(?<=\S)\*\*(?![\w(])")
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_REWRITES = (
+    ("−", "-"),
+    ("{,}", ","),
+    ("\\dfrac", "\\frac"),
+    ("\\tfrac", "\\frac"),
+    ("×", "\\times "),
+    ("·", "\\cdot "),
+    ("÷", "\\div "),
+    ("≈", "="),
+    ("\\approx", "="),
+    ("\\%", "%"),
+    *((mark, "") for mark in ("\\left", "\\right", "\\$", "\\,", "\\!", "\\;", "\\(", "\\)", "\\[", "\\]")),
+    *((mark, "") for mark in "$€£¥₹"),
+)
+# Runs in the sandbox: a hanging or exploding expression is killed with its process. The first parse fills caches.
+_PRELUDE = "from math_verify import parse, verify\nverify(parse('$2^3+1$'), parse(r'$\\frac{18}{2}\\times\\sqrt{1}$'))"
+_VERIFY = "from math_verify import parse, verify\nprint(verify(parse({gold!r}), parse({answer!r})))"
+_LIMITS = Limits(wall_s=4.0, cpu_s=2.0, memory_mib=1024)
+
+
+async def is_right(text: str, reference: Fraction) -> bool:
+    """Whether the answer in ``text`` equals ``reference``.
+
+    The answer is the content of the last ``\\boxed{}``, else what follows the last ``####``, else all of the text, and
+    of that what follows the last equals sign. There the last number counts: with thousands commas, currency, unit,
+    percent sign or a dot after it, a decimal, a fraction or a mixed number. Where that part is an expression instead
+    (``3 \\times 4``, ``\\sqrt{81}``), math-verify decides in the sandbox; one that takes too long is wrong.
+    """
+    part = _answer_part(text)
+    if _is_expression(part):
+        return await _is_equal_expression(part, reference)
+    number = _last_number(part)
+    return number is not None and abs(number - reference) <= _RELATIVE_TOLERANCE * abs(reference)
+
+
+def number_in(text: str) -> Fraction | None:
+    """The last number of the answer in ``text``; None where there is none."""
+    return _last_number(_answer_part(text))
+
+
+def _answer_part(text: str) -> str:
+    boxed = _last_boxed(text)
+    part = boxed if boxed is not None else text.rpartition("####")[2]
+    for old, new in _REWRITES:
+        part = part.replace(old, new)
+    part = _BOLD.sub(r"\1", _TEXT.sub(r" \1 ", part))
+    before, _, after = part.rpartition("=")
+    return (after if any(c.isdigit() for c in after) else before or after).strip().rstrip(".")
+
+
+def _last_boxed(text: str) -> str | None:
+    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+    if start < 0:
+        return None
+    begin = text.index("{", start) + 1
+    depth = 1
+    for i in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return text[begin:i]
+    return text[begin:]
+
+
+def _is_expression(part: str) -> bool:
+    """Numbers and operators only, and more than one number or fraction."""
+    is_number = _NUMBER.fullmatch(part) is not None
+    return not is_number and _EXPRESSION.fullmatch(part) is not None and _OPERATOR.search(part) is not None
+
+
+def _last_number(part: str) -> Fraction | None:
+    found = list(_NUMBER.finditer(part))
+    if not found:
+        return None
+    last = found[-1]
+    sign = -1 if last["sign"] == "-" else 1
+    try:
+        if last["plain"]:
+            return sign * _fraction(last["plain"])
+        whole = _fraction(last["whole"] or last["mixed"] or "0")
+        return sign * (whole + _fraction(last["top"] or last["over"]) / _fraction(last["bottom"] or last["under"]))
+    except (ZeroDivisionError, ValueError):
+        return None
+
+
+def _fraction(digits: str) -> Fraction:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError("too many digits")
+    return Fraction(digits.replace(",", "").rstrip("."))
+
+
+async def _is_equal_expression(expression: str, reference: Fraction) -> bool:
+    if len(expression) > _MAX_EXPRESSION:
+        return False
+    code = _VERIFY.format(
+        gold=f"$\\frac{{{reference.numerator}}}{{{reference.denominator}}}$", answer=f"${expression}$"
+    )
+    result = await run_python(code, limits=_LIMITS, prelude=_PRELUDE)
+    return result.output.strip() == "True"

@@ -115,8 +115,7 @@ def _fraction(digits: str) -> Fraction:
 async def _is_equal_expression(expression: str, reference: Fraction) -> bool:
     if len(expression) > _MAX_EXPRESSION:
         return False
-    code = _VERIFY.format(
-        gold=f"$\\frac{{{reference.numerator}}}{{{reference.denominator}}}$", answer=f"${expression}$"
-    )
+    gold = f"$\\frac{{{reference.numerator}}}{{{reference.denominator}}}$"
+    code = _VERIFY.format(gold=gold, answer=f"${expression.replace('**', '^')}$")
     result = await run_python(code, limits=_LIMITS, prelude=_PRELUDE)
     return result.output.strip() == "True"

@@ -84,7 +84,7 @@ async def run_python(code: str, *, limits: Limits | None = None, prelude: str = 
 
     At most as many snippets as cores run at once, the others wait; waiting does not count as time. Only the standard
     library can be imported, unless there is a ``prelude``: trusted code that a fork server of its own runs once, with
-    the installed packages in reach; what it imported is there for every snippet. ``random`` starts from the same seed in
+    the installed packages in reach; its imports are there for every snippet. ``random`` starts from the same seed in
     every snippet. Time-outs, crashes, floods and syntax errors come back as text; ``SandboxError`` means that the
     sandbox itself is broken.
     """

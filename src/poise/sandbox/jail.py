@@ -4,6 +4,7 @@ Linux system calls through ctypes, no dependency. Runs inside the fork server on
 """
 
 import ctypes
+import math
 import os
 import resource
 import signal
@@ -69,9 +70,9 @@ def snippet_uid() -> int:
 
 def limit_resources(*, cpu_s: float, memory_mib: int, file_mib: int, num_processes: int) -> list[str]:
     """Sets the limits of the calling process and its children; names those that this system does not have."""
-    cpu = max(1, round(cpu_s + 0.499))
+    cpu = math.ceil(cpu_s)  # the kernel counts whole seconds, and kills process 1 of a namespace only at the hard limit
     wanted = [
-        ("RLIMIT_CPU", cpu, cpu + 1),
+        ("RLIMIT_CPU", cpu, cpu),
         ("RLIMIT_AS", memory_mib << 20, memory_mib << 20),
         ("RLIMIT_FSIZE", file_mib << 20, file_mib << 20),
         ("RLIMIT_NPROC", num_processes, num_processes),

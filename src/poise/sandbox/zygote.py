@@ -130,7 +130,8 @@ def _warden(connection: socket.socket, base: str | None) -> None:
         _kill(pid, base is None)
         if base is not None:
             shutil.rmtree(work_dir, ignore_errors=True)
-    send(connection, answer)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody waits any more
+        send(connection, answer)
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:
@@ -167,7 +168,7 @@ def _watch(pid: int, output: int, wake: int, connection: socket.socket, request:
     poller.register(wake, select.POLLIN)
     poller.register(connection, 0)  # reports only that the caller hung up
     kept = _Kept(request["num_output_bytes"])
-    status = None
+    status: int | None = None
     stopped = ""
     os.set_blocking(output, False)
     while status is None and not stopped:
@@ -177,7 +178,9 @@ def _watch(pid: int, output: int, wake: int, connection: socket.socket, request:
             poller.unregister(output)
         if wake in events:
             os.read(wake, 64)
-            status = _exit_status(pid)
+            status, cpu_s = _wait(pid, os.WNOHANG)
+            if status == -signal.SIGKILL and cpu_s > 0.9 * request["cpu_s"]:  # the kernel's two clocks differ a little
+                stopped = "time"  # by the kernel, at the CPU limit
         if connection.fileno() in events:
             stopped = "abandoned"
         elif kept.total > FLOOD_BYTES:
@@ -187,11 +190,9 @@ def _watch(pid: int, output: int, wake: int, connection: socket.socket, request:
     wall_s = time.monotonic() - start
     if status is None:
         os.kill(pid, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        status, _ = _wait(pid, 0)
     while kept.total <= FLOOD_BYTES and kept.read_from(output) and kept.more:
         pass
-    if status == -signal.SIGXCPU:
-        stopped = "time"
     return {
         "error": None,
         "output": kept.text(),
@@ -202,9 +203,10 @@ def _watch(pid: int, output: int, wake: int, connection: socket.socket, request:
     }
 
 
-def _exit_status(pid: int) -> int | None:
-    done, status = os.waitpid(pid, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if done else None
+def _wait(pid: int, options: int) -> tuple[int | None, float]:
+    """Exit status (None: still running) and CPU seconds."""
+    done, status, usage = os.wait4(pid, options)
+    return (os.waitstatus_to_exitcode(status) if done else None), usage.ru_utime + usage.ru_stime
 
 
 class _Kept:
@@ -338,16 +340,14 @@ def _execute(code: str) -> int:
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
+            _complain(error.code)
     except BaseException as error:
         status = 1
         _print_traceback(error)
     threading = sys.modules.get("threading")
     if threading is not None:
         threading._shutdown()  # waits for the snippet's threads, as an interpreter's exit does
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None and not stream.closed:
-            stream.flush()
+    _flush()
     return status & 0xFF
 
 
@@ -356,8 +356,20 @@ def _print_traceback(error: BaseException) -> None:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != FILE_NAME:
         frames = frames.tb_next
-    sys.stdout.flush()
     if isinstance(error, SyntaxError) and frames is None:
-        print("".join(traceback.format_exception_only(error)).rstrip(), file=sys.stderr)
+        _complain("".join(traceback.format_exception_only(error)))
     else:
-        print("".join(traceback.format_exception(type(error), error, frames)).rstrip(), file=sys.stderr)
+        _complain("".join(traceback.format_exception(type(error), error, frames)))
+
+
+def _complain(text: str) -> None:
+    """Writes to standard error, whatever the snippet did to ``sys.stderr``."""
+    _flush()
+    with contextlib.suppress(OSError):  # closed by the snippet
+        os.write(2, text.rstrip().encode(errors="replace") + b"\n")
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # the snippet may have closed it, or put anything in its place
+            stream.flush()

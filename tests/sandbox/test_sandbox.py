@@ -1,0 +1,368 @@
+"""The sandbox against real snippets: well-behaved, broken and hostile. Every snippet runs in a real process."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from poise.sandbox import Limits, protection, run_python
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+HAS_NAMESPACES = protection().startswith("namespaces")
+QUICK = Limits(wall_s=1.0, cpu_s=1.0)
+
+
+def run(code, **limits):
+    return asyncio.run(run_python(textwrap.dedent(code), limits=Limits(**limits)))
+
+
+def descendants(pid: int) -> set[int]:
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, IndexError):
+                continue
+    found, frontier = set(), {pid}
+    while frontier:
+        frontier = {child for child, parent in parents.items() if parent in frontier} - found
+        found |= frontier
+    return found
+
+
+def wait_for(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return bool(condition())
+
+
+@pytest.fixture
+def idle():
+    """The processes that stay between calls: the fork servers."""
+    run("1")
+    time.sleep(0.2)  # its warden is gone
+    return descendants(os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("12 + 345 - 6", "351"),
+        (" 12 + 345", "357"),  # a stray blank before the code
+        ("print(3)\n4", "3"),  # something was printed: the last value is not shown
+        ("x = 3\nx * 2", "6"),
+        ("'a' + 'b'", "'ab'"),
+        ("None", "[no output]"),
+        ("", "[no output]"),
+        ("import sys; sys.exit(3)", "[exit status 3]"),
+        ("exit('bye')", "bye"),
+        ("import os; os._exit(4)", "[exit status 4]"),
+        ("import os; print(1, flush=True); os._exit(0)", "1"),
+        ("import os; os.close(1); os.close(2)", "[no output]"),
+        ("import sys; sys.stdout.close(); 5", "ValueError: I/O operation on closed file."),
+        ("import sys; sys.stdout = sys.stderr = None; 1 / 0", "ZeroDivisionError: division by zero"),
+        ("print('ü €')", "ü €"),
+        ("import sys; sys.stdout.buffer.write(b'\\xff\\n'); None", "\ufffd"),
+        ("input()", "EOFError: EOF when reading a line"),
+        ("1 +* 2", "SyntaxError: invalid syntax"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("def f(n): return f(n + 1)\nf(0)", "RecursionError"),
+        ("print(1)\0", "SyntaxError: source code cannot contain null bytes"),
+        ("import ctypes; ctypes.string_at(0)", "[killed by SIGSEGV]"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("class E(Exception):\n    def __str__(self): raise ValueError\nraise E", "<exception str() failed>"),
+        ("import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('late'))).start()", "late"),
+        ("import numpy", "ModuleNotFoundError: No module named 'numpy'"),
+        ("import poise", "ModuleNotFoundError: No module named 'poise'"),
+        ("__name__", "'__main__'"),
+    ],
+)
+def test_what_the_policy_sees(code, text):
+    result = asyncio.run(run_python(code))
+    assert text == result.text or (len(text) > 8 and text in result.text), result
+
+
+def test_the_traceback_shows_the_snippet_and_nothing_of_the_sandbox():
+    result = run("def f(x):\n    return 1 / x\nf(0)")
+    assert result.text == (
+        "Traceback (most recent call last):\n"
+        '  File "<python>", line 3, in <module>\n'
+        "    f(0)\n"
+        '  File "<python>", line 2, in f\n'
+        "    return 1 / x\n"
+        "           ~~^~~\n"
+        "ZeroDivisionError: division by zero"
+    )
+    assert result.exit_status == 1
+    assert result.is_error
+
+
+def test_output_keeps_its_order_and_is_cut_in_the_middle():
+    result = run(
+        "import sys\nprint('a'); print('b', file=sys.stderr); print('c')",
+    )
+    assert result.text == "a\nb\nc"
+    # 100 characters allowed: 50 from each end of 1,000 written ("0123456789" a hundred times).
+    cut = run("import sys; sys.stdout.write('0123456789' * 100); None", num_output_bytes=100)
+    assert cut.text == "0123456789" * 5 + "\n[... 900 bytes cut ...]\n" + "0123456789" * 5
+    assert cut.num_cut_bytes == 900
+    assert not cut.is_error
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "import signal, time\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n"
+        "    except OSError: pass\nwhile True: pass",
+        "9 ** 9 ** 9",
+        "import re; re.match(r'(a+)+$', 'a' * 40 + 'b')",
+        "import os\nif os.fork() == 0:\n    os.setsid()\n    while True: pass\nos.wait()",
+    ],
+)
+def test_time_out(code):
+    start = time.monotonic()
+    result = run("print('before')\n" + code, wall_s=0.5)
+    assert result.timed_out
+    assert result.is_error
+    assert result.text == "before\n[timed out after 0.5 s]"
+    assert time.monotonic() - start < 3.0
+
+
+def test_cpu_limit():
+    result = run("while True: pass", cpu_s=1, wall_s=20)
+    assert result.timed_out
+    assert result.text == "[timed out after 1 s]"
+    assert result.wall_s < 5
+
+
+def test_memory_limit():
+    assert run("x = bytearray(10**9); len(x)", memory_mib=256).text.endswith("MemoryError")
+    assert run("x = bytearray(10**8); len(x)", memory_mib=256).text == "100000000"
+    grows = run("x = []\nwhile True: x.append(bytearray(1 << 20))", memory_mib=128)
+    assert grows.text.endswith("MemoryError")
+
+
+def test_file_size_limit():
+    result = run("open('big', 'wb').write(bytes(64 << 20))", file_mib=4)
+    assert result.is_error
+    many = run("for i in range(64): open(f'{i}', 'wb').write(bytes(1 << 20))", file_mib=4)
+    if HAS_NAMESPACES:  # the directory itself is limited
+        assert "No space left on device" in many.text
+
+
+def test_flood_of_output():
+    start = time.monotonic()
+    result = run("import sys\nfor _ in range(1000): sys.stdout.write('x' * 1_000_000)", num_output_bytes=200, wall_s=20)
+    assert result.text.startswith("x" * 100 + "\n[... ")
+    assert result.text.endswith("[stopped: too much output]")
+    assert len(result.text) < 300
+    assert time.monotonic() - start < 5
+
+
+def test_fork_bomb_stays_within_its_limit(idle):
+    result = run("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", wall_s=1.0, num_processes=8)
+    assert result.timed_out
+    assert wait_for(lambda: descendants(os.getpid()) == idle)
+    assert run("1 + 1").text == "2"
+
+
+@pytest.mark.skipif(not HAS_NAMESPACES, reason="a process limit per snippet needs namespaces")
+def test_number_of_processes():
+    code = """
+    import os, time
+    count = 0
+    try:
+        while True:
+            if os.fork() == 0:
+                time.sleep(30)
+            count += 1
+    except BlockingIOError as error:
+        print(count, type(error).__name__)
+    """
+    assert run(code, num_processes=5).text == "4 BlockingIOError"  # the snippet itself is the fifth
+
+
+def test_nothing_survives_a_snippet(idle):
+    # A daemon: forked twice, its own session, all output closed.
+    code = """
+    import os, time
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.close(0); os.close(1); os.close(2)
+            time.sleep(60)
+        os._exit(0)
+    os.wait()
+    print('left')
+    """
+    assert run(code).text == "left"
+    assert wait_for(lambda: descendants(os.getpid()) == idle)
+
+
+@pytest.mark.skipif(not HAS_NAMESPACES, reason="needs namespaces")
+def test_no_view_of_files_environment_and_processes(tmp_path, monkeypatch):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("the password")
+    monkeypatch.setenv("POISE_TEST_SECRET", "the password")
+    probe = f"""
+    import os
+    print(sorted(os.environ))
+    for path in ({str(secret)!r}, '/etc/passwd', '/root/.bashrc', '/proc/self/environ', {__file__!r}):
+        try:
+            print(open(path).read())
+        except OSError as error:
+            print(type(error).__name__)
+    print(os.listdir('.'), os.getpid(), os.path.exists('/proc'))
+    """
+    assert run(probe).text == (
+        "['HOME', 'LANG', 'PATH', 'TMPDIR']\n" + "FileNotFoundError\n" * 5 + "[] 1 False"
+    )  # process 1 of its own namespace
+
+
+@pytest.mark.skipif(not HAS_NAMESPACES, reason="needs namespaces")
+@pytest.mark.parametrize("path", ["/x", "/usr/lib/x", "/dev/x", "os.__file__", "../x"])
+def test_the_root_is_read_only(path):
+    where = path if path.startswith("os.") else repr(path)
+    assert "Error" in run(f"import os; open({where}, 'a')").text
+
+
+def test_no_network():
+    reached = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept():
+            try:
+                server.accept()
+                reached.set()
+            except OSError:
+                pass
+
+        threading.Thread(target=accept, daemon=True).start()
+        address = server.getsockname()
+        result = run(f"import socket; socket.create_connection({address!r}, timeout=2)")
+        assert "Error" in result.text
+        assert not reached.wait(0.2)
+        server.close()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os.kill(os.getppid(), 9)",
+        "import os; os.kill(-1, 9)",
+        f"import os; os.kill({os.getpid()}, 9)",
+        "import os; os.killpg(0, 9)",
+        "import os, signal; os.kill(1, signal.SIGKILL)",
+        "import ctypes; ctypes.CDLL(None).ptrace(16, 1, 0, 0); 1",
+    ],
+)
+def test_a_snippet_harms_nobody_else(code):
+    async def both():
+        return await asyncio.gather(
+            run_python(code, limits=QUICK), run_python("import time; time.sleep(0.3); 7", limits=QUICK)
+        )
+
+    _, neighbour = asyncio.run(both())
+    assert neighbour.text == "7"
+
+
+def test_calls_share_nothing():
+    assert run("open('f', 'w').write('x'); import math; math.pi = 3; math.pi").text == "3"
+    assert run("import os, math; (os.listdir('.'), math.pi)").text == "([], 3.141592653589793)"
+
+
+def test_the_same_snippet_gives_the_same_output():
+    code = "import random; (random.random(), random.randint(1, 10**9), list({'a', 'b', 'c', 'd', 'e'}))"
+    assert run(code).text == run(code).text
+
+
+def test_prelude_brings_installed_packages():
+    result = asyncio.run(run_python("import jaxtyping; jaxtyping.__name__", prelude="import jaxtyping"))
+    assert result.text == "'jaxtyping'"
+
+
+def test_many_at_once_in_several_event_loops():
+    async def many():
+        return await asyncio.gather(*[run_python(f"{i} * {i}") for i in range(64)])
+
+    for _ in range(2):
+        assert [result.text for result in asyncio.run(many())] == [str(i * i) for i in range(64)]
+
+
+def test_the_event_loop_is_not_blocked():
+    async def ticks():
+        await run_python("1")  # the server runs
+        snippet = asyncio.create_task(run_python("import time; time.sleep(0.5)"))
+        longest, last = 0.0, time.monotonic()
+        while not snippet.done():
+            await asyncio.sleep(0.01)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+        return longest
+
+    assert asyncio.run(ticks()) < 0.3
+
+
+def test_a_cancelled_call_ends_its_snippet(idle):
+    async def cancelled():
+        call = asyncio.create_task(run_python("import time; time.sleep(60)", limits=Limits(wall_s=60)))
+        await asyncio.sleep(0.3)
+        assert descendants(os.getpid()) > idle
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(cancelled())
+    assert wait_for(lambda: descendants(os.getpid()) == idle)
+
+
+SCRIPT = """
+import asyncio
+from poise.sandbox import Limits, protection, run_python
+
+async def main():
+    print(protection(), flush=True)
+    print((await run_python("import os; open('f', 'w'); os.getcwd()")).text, flush=True)
+    await asyncio.gather(*[run_python("import time; time.sleep(60)", limits=Limits(wall_s=60)) for _ in range(3)])
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_when_the_trainer_is_stopped(number, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.readline()
+    assert wait_for(lambda: len(descendants(process.pid)) > 3)
+    children = descendants(process.pid)
+    process.send_signal(number)
+    process.wait(timeout=10)
+    assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["wall_s", "memory_mib", "num_processes", "num_output_bytes"])
+def test_limits_must_be_positive(name):
+    with pytest.raises(ValueError, match=rf"Limits\.{name} must be a positive number, got 0"):
+        Limits(**{name: 0})

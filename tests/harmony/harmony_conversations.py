@@ -39,12 +39,12 @@ def line(rng: random.Random) -> str:
 def value(rng: random.Random) -> Any:
     numbers = [0, 1, -7, 2.5, 1.0, 1e-5, -2.25e-5, 1e-7, 1.5e22, 1e16, 0.0001, 123456789.125]
     texts = ["", "metric", 'a "b" \n', "é🙂", "\x1f\x7f"]
-    return rng.choice([*numbers, *texts, True, False, [], [1, "x"], {"b": 1, "a": [True, {"c": 0.001}]}])
+    return rng.choice([*numbers, *texts, True, False, None, [], [1, "x"], {"b": 1, "a": [True, {"c": 0.001}]}])
 
 
 def schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     kinds = ["string", "number", "integer", "boolean", "enum", "union", "unknown", "bare"]
-    kinds += ["object", "array", "oneOf", "object", "array"] if depth < 3 else []
+    kinds += ["object", "array", "oneOf", "object", "oneOf"] if depth < 3 else []
     kind = rng.choice(kinds)
     out: dict[str, Any]
     if kind == "object":
@@ -158,6 +158,8 @@ def episode(seed: int, *, num_finals: int | None = None) -> Conversation:
         messages += [*thoughts(rng), Message(role=Role.ASSISTANT, channel="final", content=text(rng))]
     if num_finals is None:
         del messages[len(messages) - rng.choice([0, 0, 1, 2, 3]) :]
+    if num_finals is None and rng.random() < 0.2:
+        rng.shuffle(messages)  # what is dropped from a history must not depend on its being sensible
     return Conversation(
         system=system(rng) if rng.random() < 0.9 else None,
         developer=developer(rng) if rng.random() < 0.8 else None,

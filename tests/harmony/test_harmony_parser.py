@@ -80,6 +80,7 @@ FORMS = [
     (" to=functions.add<|channel|>commentary<|message|>{}<|call|>", [said("{}", **ADD)]),
     # A single word without to= is a recipient.
     ("<|channel|>commentary functions.add<|message|>{}<|call|>", [said("{}", **ADD)]),
+    ("<|channel|>commentary functions.add json<|message|>{}<|call|>", [said("{}", **ADD, **JSON)]),
     # Built-in tools on analysis, unknown tools anywhere.
     (
         "<|channel|>analysis to=python code<|message|>1+1<|call|>",

@@ -6,6 +6,8 @@ from harmony_conversations import episode, to_openai, to_openai_message
 
 from poise.harmony import (
     Conversation,
+    DeveloperContent,
+    FunctionTool,
     Message,
     Renderer,
     Role,
@@ -44,6 +46,76 @@ def test_demonstration_is_the_training_rendering_cut_into_turns(harmony, o200k_r
         assert observation[-2:] == [200006, 173781]  # <|start|> assistant
         assert all(stop not in action[:-1] for stop in (200002, 200012))
     assert [action[-1] for _, action in turns] == [200012] * answers + [200002]
+
+
+# A schema with the odd corners of harmony's TypeScript: descriptions told once, defaults of enums, and malformed parts.
+CORNERS = {
+    "type": "object",
+    "description": "All.",
+    "required": ["a"],
+    "properties": {
+        "a": {
+            "oneOf": [
+                {"type": "string", "description": "one"},
+                {"type": "number", "description": "two", "nullable": True},
+                {"type": "string", "enum": ["x"], "default": "x"},
+            ],
+            "description": "U",
+            "default": "k",
+        },
+        "b": {
+            "oneOf": [{"type": "string", "description": "U"}, {"type": "integer", "description": "V"}],
+            "description": "U",
+        },
+        "c": {"oneOf": "x", "description": "unread", "default": 3},
+        "d": True,
+        "e": {"type": "array", "items": {"oneOf": [{"type": "string", "enum": ["x"], "default": "x"}, {}]}},
+        "f": {"type": 3, "nullable": True, "examples": ["p", 4], "title": "T"},
+        "g": {"type": "object", "properties": [1], "required": "a"},
+        "h": {"enum": [1, 2], "type": "string", "default": "q"},
+        "i": {"type": ["integer", "null"], "nullable": True, "default": None},
+        "j": {"type": "array", "items": None, "default": [-1.5e-5, 1e-7, 1e16]},
+    },
+}
+CORNERS_TYPE = """{
+// U
+// default: "k"
+a:
+ | string
+ | number | null // two
+ | "x" // default: x
+,
+b?:
+ | string
+ | number // V
+,
+c?: any,
+d?: any,
+e?: \n     | "x" // default: "x"
+     | any[],
+// T
+//
+// Examples:
+// - "p"
+f?: any | null,
+g?: {
+    },
+h?: string, // default: q
+i?: number | null, // default: null
+j?: any[], // default: [-0.000015,1e-7,1e16]
+}"""
+
+
+def test_corners_of_the_typescript_namespace(harmony, o200k_renderer):
+    tool = FunctionTool(name="f", description="F.", parameters=CORNERS)
+    conversation = Conversation(developer=DeveloperContent(tools=(tool,)), messages=())
+    ids = o200k_renderer.conversation(conversation)
+    assert ids == harmony.render_conversation(to_openai(conversation))
+    written = harmony.decode(ids)
+    assert written == (
+        "<|start|>developer<|message|># Tools\n\n## functions\n\nnamespace functions {\n\n// F.\n"
+        f"type f = (_: // All.\n{CORNERS_TYPE}) => any;\n\n}} // namespace functions<|end|>"
+    )
 
 
 def test_observation_equals_openai_harmony(harmony, o200k_renderer):

@@ -81,8 +81,8 @@ class Adder:
 
 
 def play(env, policy, limits=LIMITS):
-    arguments = dict(group_id=3, episode_id="3/0", seed=11, limits=limits)
-    return asyncio.run(run_episode(env, policy, RENDERER, **arguments))
+    episode = run_episode(env, policy, RENDERER, group_id=3, episode_id="3/0", seed=11, limits=limits)
+    return asyncio.run(episode)
 
 
 def test_an_episode_is_one_append_only_stream():
@@ -190,9 +190,7 @@ def test_a_group_has_distinct_seeds_and_runs_at_once():
             await asyncio.sleep(0)
         return Action(token_ids=answer("ok"), log_probs=(0.0,) * len(answer("ok")), is_stopped=True)
 
-    group = asyncio.run(
-        run_group(Adder, policy, RENDERER, group_id=5, group_size=4, seed=1, limits=LIMITS)
-    )
+    group = asyncio.run(run_group(Adder, policy, RENDERER, group_id=5, group_size=4, seed=1, limits=LIMITS))
     assert len(set(waiting)) == 4
     assert {episode[0].episode_id for episode in group} == {"5/0", "5/1", "5/2", "5/3"}
 

@@ -93,10 +93,10 @@ def _train(args: list[str]) -> None:
 
 
 def _eval(args: list[str]) -> None:
-    if not args or args[0] in ("-h", "--help"):
+    if args and args[0] in ("-h", "--help"):
         _parse(Config(), ["--help"], prog="poise eval CHECKPOINT")
-    if args[0].startswith("-"):
-        raise ConfigError(f"poise eval needs a checkpoint folder or a run folder first, got {args[0]}")
+    if not args or args[0].startswith("-"):
+        raise ConfigError("poise eval needs a checkpoint folder or a run folder first")
     from poise.jobs import eval_job
     from poise.train.checkpoint import latest_checkpoint
 
@@ -140,7 +140,7 @@ def _take_option(args: list[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def _parse(default: Config, args: Sequence[str], *, prog: str) -> Config:
-    """The configuration with the command line's values. Values that do not parse end in tyro's message and exit code 2."""
+    """The configuration with the command line's values. One that does not parse ends in tyro's message, exit code 2."""
     return tyro.cli(
         Config,
         default=default,
@@ -152,7 +152,10 @@ def _parse(default: Config, args: Sequence[str], *, prog: str) -> Config:
 
 
 def full_key(arg: str) -> str:
-    """``--group-size`` or ``--group-size=8`` as ``--rollout.group-size...``. Raises ConfigError for an unknown or ambiguous key."""
+    """``--group-size`` or ``--group-size=8`` as ``--rollout.group-size...``.
+
+    Raises ConfigError for an unknown or ambiguous key.
+    """
     key, equals, value = arg[2:].partition("=")
     key = key.replace("_", "-")
     full = [
@@ -168,7 +171,3 @@ def full_key(arg: str) -> str:
         hint = f"; did you mean --{', --'.join(close)}?" if close else "; --help lists the keys"
         raise ConfigError(f"unknown key --{key}{hint}")
     return f"--{matches[0]}{equals}{value}"
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 
-class ConfigError(ValueError):
+class ConfigError(Exception):
     """A value or a combination that cannot work. The message is one sentence that names the key."""
 
 
@@ -127,7 +127,7 @@ class RolloutConfig:
         )
         _require(
             self.top_p == 1.0,
-            f"rollout.top_p must be 1.0 in training, got {self.top_p}: truncated sampling biases every importance ratio",
+            f"rollout.top_p must be 1.0 in training, got {self.top_p}: truncated sampling biases every ratio",
         )
         _require(
             self.max_context_tokens > self.max_action_tokens,
@@ -269,7 +269,7 @@ class Config:
             )
         _require(
             self.rollout.group_size > 1,
-            "rollout.group_size must be at least 2: a group baseline needs siblings, and one episode's advantage is always 0",
+            "rollout.group_size must be at least 2: a group baseline needs siblings",
         )
         _require(
             self.run.tokens_per_microbatch >= self.rollout.max_context_tokens,

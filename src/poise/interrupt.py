@@ -51,7 +51,11 @@ class Interrupt:
         async def main() -> T:
             task = asyncio.ensure_future(coroutine)
             loop = asyncio.get_running_loop()
-            self._cancel = lambda: loop.call_soon_threadsafe(task.cancel) and None
+
+            def cancel() -> None:
+                loop.call_soon_threadsafe(task.cancel)
+
+            self._cancel = cancel
             if self.is_requested:
                 task.cancel()
             return await task

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from poise.assembly import Parts, assemble
@@ -13,7 +13,7 @@ from poise.interrupt import Interrupt, Interrupted
 from poise.loop import Group, Rollout, roll_out, train
 from poise.metrics import MetricsWriter
 from poise.model import GptOss, load_model
-from poise.runfolder import create_run_folder, read_config, write_config, write_trajectories
+from poise.runfolder import create_run_folder, write_trajectories
 from poise.seeding import derive_seed
 from poise.train.checkpoint import checkpoint_folder, latest_checkpoint, load_checkpoint, read_state, save_checkpoint
 from poise.train.trainer import Trainer, warm_start_schedule
@@ -71,8 +71,10 @@ class Run:
 
     def evaluate(self, step: int) -> Evaluation:
         evaluation = evaluate_parts(self.parts, self.config, self.console, self.interrupt)
+        self.parts.engine.new_policy_version(self.parts.engine.policy_version)  # leave no trace in the next rollout
         with (self.folder / EVALUATIONS_FILE).open("a") as file:
-            file.write(json.dumps({"step": step, "problems": evaluation.num_problems, **evaluation.metrics}) + "\n")
+            line = {"step": step, "num_problems": evaluation.num_problems, "metrics": evaluation.metrics}
+            file.write(json.dumps(line) + "\n")
         self.console.line(f"held out after step {step}: reward {evaluation.metrics['reward_mean']:.3f}")
         return evaluation
 
@@ -125,34 +127,34 @@ class Run:
         return model.eval().requires_grad_(False)
 
     def rollouts(self, first_step: int) -> Iterator[Rollout]:
-        """Rollouts with a bar that shows reward and speed while they are sampled."""
-        config, parts, engine = self.config, self.parts, self.parts.engine
-        for step in range(first_step, config.run.steps + 1):
-            with self.console.bar(f"step {step} rollout", config.rollout.groups_per_step) as bar:
-                started, sampled_before = time.perf_counter(), engine.num_sampled_tokens
-                rewards: list[float] = []
+        return (self.rollout(step) for step in range(first_step, self.config.run.steps + 1))
 
-                def on_group(group: Group) -> None:
-                    rewards.extend(episode[0].reward for episode in group)
-                    speed = (engine.num_sampled_tokens - sampled_before) / (time.perf_counter() - started)
-                    bar.advance(f"reward {sum(rewards) / len(rewards):.3f}  {speed:.0f} tok/s")
+    def rollout(self, step: int) -> Rollout:
+        """The rollout of one step, under a bar that shows reward and speed."""
+        engine, rewards = self.parts.engine, list[float]()
+        started, sampled_before = time.perf_counter(), engine.num_sampled_tokens
+        with self.console.bar(f"step {step} rollout", self.config.rollout.groups_per_step) as bar:
 
-                rollout = roll_out(
-                    engine,
-                    parts.renderer,
-                    parts.task,
-                    config,
-                    step=step,
-                    interrupt=self.interrupt,
-                    on_group=on_group,
-                )
-            yield rollout
+            def on_group(group: Group) -> None:
+                rewards.extend(episode[0].reward for episode in group)
+                speed = (engine.num_sampled_tokens - sampled_before) / (time.perf_counter() - started)
+                bar.advance(f"reward {sum(rewards) / len(rewards):.3f}  {speed:.0f} tok/s")
+
+            return roll_out(
+                engine,
+                self.parts.renderer,
+                self.parts.task,
+                self.config,
+                step=step,
+                interrupt=self.interrupt,
+                on_group=on_group,
+            )
 
     def saved_evaluation(self, step: int) -> dict[str, float] | None:
         """Metrics of an evaluation that an earlier process of this run wrote."""
         path = self.folder / EVALUATIONS_FILE
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return next((line for line in reversed(lines) if line["step"] == step), None)
+        return next((line["metrics"] for line in reversed(lines) if line["step"] == step), None)
 
     def print_result(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
         title = f"{self.config.task.name}: {self.config.run.eval_problems} held-out problems"

@@ -1,6 +1,7 @@
 """The algorithm as one page: roll out, score, pack, update, sync."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -52,9 +53,9 @@ def train(
 ) -> None:
     """One step for each of ``rollouts``, which are drawn one at a time: the next is sampled by the updated policy.
 
-    ``on_step(step, metrics, rollout)`` runs after each step (from 1); what it raises ends the run between two steps. The
-    first step's update raises MismatchError, and leaves the weights alone, where trainer and engine disagree by more
-    than ``algorithm.max_mismatch``.
+    ``on_step(step, metrics, rollout)`` runs after each step (from 1); what it raises ends the run between two steps.
+    The first step's update raises MismatchError, and leaves the weights alone, where trainer and engine disagree by
+    more than ``algorithm.max_mismatch``.
     """
     num_updates = config.algorithm.updates_per_batch
     for rollout in rollouts:
@@ -171,4 +172,4 @@ def train_speed(updates: Sequence[Sequence[Batch]], started: float) -> dict[str,
 def split_evenly(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
     """Contiguous parts whose sizes differ by at most one."""
     borders = [len(groups) * i // num_parts for i in range(num_parts + 1)]
-    return [groups[start:end] for start, end in zip(borders, borders[1:], strict=False)]
+    return [groups[start:end] for start, end in itertools.pairwise(borders)]

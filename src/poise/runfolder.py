@@ -50,7 +50,7 @@ def _from_dict(cls: Callable[..., T], values: Mapping[str, Any], *, where: str) 
         if key not in hints:
             raise ConfigError(f"{where}: unknown key {key}; known are {', '.join(sorted(hints))}")
         if dataclasses.is_dataclass(hints[key]):
-            value = _from_dict(hints[key], value, where=f"{where}: {key}")  # type: ignore[arg-type]
+            value = _from_dict(hints[key], value, where=f"{where}: {key}")
         elif isinstance(value, list):
             value = tuple(value)  # JSON has no tuples
         arguments[key] = value

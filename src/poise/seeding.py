@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def derive_seed(*parts: int) -> int:
-    """A seed that depends on every part and its place, so that streams of different steps or episodes never coincide."""
+    """A seed that depends on every part and its place: streams of different steps or episodes never coincide."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
 
 

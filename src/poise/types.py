@@ -1,8 +1,8 @@
 """The types that flow through poise: read this page first.
 
 ``Trajectory`` goes from the rollout to packing, ``Batch`` from packing to the loss, ``Action`` comes out of a policy.
-Every array beside the tokens is aligned with the *token it speaks of*: in a ``Turn`` with the sampled token itself, in a
-``Batch`` with ``target_ids[t]``. The shift by one between inputs and targets happens in ``train/packing.py`` only.
+Every array beside the tokens is aligned with the *token it speaks of*: in a ``Turn`` with the sampled token itself, in
+a ``Batch`` with ``target_ids[t]``. The shift by one between inputs and targets happens in ``train/packing.py`` only.
 """
 
 import math
@@ -54,8 +54,9 @@ class Action:
 class Policy(Protocol):
     """Token ids in, ``Action`` out. The embedded engine, an HTTP client and a scripted fake are interchangeable.
 
-    ``token_ids``: the whole stream of the episode so far. ``episode_id``: a hint that successive calls extend each other.
-    ``seed``: of this call; the same call gives the same action for the same weights. ``max_tokens``: most tokens to sample.
+    ``token_ids``: the whole stream of the episode so far. ``episode_id``: a hint that successive calls extend each
+    other. ``seed``: of this call; the same call gives the same action for the same weights. ``max_tokens``: most tokens
+    to sample.
     """
 
     async def __call__(self, token_ids: Sequence[int], *, episode_id: str, seed: int, max_tokens: int) -> Action: ...
@@ -67,7 +68,7 @@ class Turn:
 
     ``observation_ids``: only the tokens added since the last turn. ``reward``: credit of this turn (0 where the
     environment gives none). ``routes``: int16 [observation + action, layers, A]; row i holds the experts of the
-    forward that predicted token i of this turn; the first row of a stream is -1, since nothing predicts its first token.
+    forward that predicted token i of this turn; the first row of a stream is -1: nothing predicts its first token.
     """
 
     observation_ids: tuple[int, ...]

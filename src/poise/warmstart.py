@@ -1,4 +1,4 @@
-"""Supervised warm start: imitate the task's demonstrations, so that reinforcement learning has something to reinforce."""
+"""Supervised warm start: imitate demonstrations, so that reinforcement learning has something to reinforce."""
 
 from collections.abc import Callable, Iterator, Mapping
 

@@ -41,8 +41,8 @@ def model_with_large_sinks() -> GptOss:
 
 
 def engine_of(model: GptOss, **overrides) -> EmbeddedEngine:
-    arguments = dict(stop_ids={CALL, RETURN}, return_id=RETURN, num_slots=4, max_context_tokens=96, temperature=0.7)
-    return EmbeddedEngine(model, **(arguments | overrides))
+    arguments = {"stop_ids": {CALL, RETURN}, "return_id": RETURN, "num_slots": 4, "max_context_tokens": 96}
+    return EmbeddedEngine(model, **(arguments | {"temperature": 0.7} | overrides))
 
 
 @dataclass
@@ -101,7 +101,7 @@ def check(model: GptOss, played: Replayed, temperature: float = 0.7) -> None:
     assert np.array_equal(np.sort(played.routes, -1), np.sort(routes[: len(played.routes)], -1))
 
 
-# Prompts shorter than the window, equal to it, one beyond, far beyond; observations of one token and of several windows.
+# Prompts shorter than the window, equal to it, one beyond, far beyond; observations of one token and of many.
 LENGTHS = [[1, 1, 20], [7, 3, 2], [8, 1, 9], [9, 17, 1], [30, 8, 7], [3, 2, 1], [16, 12, 3]]
 
 
@@ -176,7 +176,7 @@ def test_stops_at_stop_ids_and_at_max_tokens():
 
 
 def test_seeds_differ_and_frequencies_match_the_distribution():
-    # 4,000 single-token requests from the same prompt against the exact distribution: chi-square over the likely tokens.
+    # 4,000 single-token requests for the same prompt against the exact distribution: chi-square, likely tokens.
     model = model_with_large_sinks()
     engine = engine_of(model, num_slots=256, temperature=1.0, max_context_tokens=8)
 

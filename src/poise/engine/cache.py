@@ -26,7 +26,7 @@ class Chunk:
 
 
 class KeyValueCache:
-    """``keys[layer]`` and ``values[layer]``: [slots, K, rows, C], rows = the context or, on sliding layers, the window."""
+    """``keys[layer]``, ``values[layer]``: [slots, K, rows, C]; rows = the context or, on sliding layers, the window."""
 
     def __init__(
         self, config: GptOssConfig, *, num_slots: int, max_context_tokens: int, device: torch.device, dtype: torch.dtype
@@ -35,8 +35,7 @@ class KeyValueCache:
         self.windows = config.windows
         self.max_context_tokens = max_context_tokens
         shapes = [
-            (num_slots, config.num_kv_heads, window or max_context_tokens, config.head_dim)
-            for window in self.windows
+            (num_slots, config.num_kv_heads, window or max_context_tokens, config.head_dim) for window in self.windows
         ]
         # Zeros, not empty: a masked row's value still enters a product with weight 0, and 0 * NaN is NaN.
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
@@ -223,7 +222,7 @@ def _masked_sink_attention(
     sinks: Tensor,
     hidden: Bool[Tensor, "B 1 _ L"],
 ) -> Float[Tensor, "B K R C"]:
-    """Softmax over the visible keys and the sink (float32), the sink's share dropped; ``sinks`` broadcasts to [B, K, R, 1]."""
+    """Float32 softmax over visible keys and the sink, whose share is dropped; ``sinks`` broadcasts to [B, K, R, 1]."""
     scores = (q * q.shape[-1] ** -0.5) @ keys.transpose(-1, -2)
     scores = scores.float().masked_fill(hidden, float("-inf"))
     sinks = sinks.float().expand(*scores.shape[:-1], 1)

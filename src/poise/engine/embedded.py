@@ -50,8 +50,9 @@ class _Request:
 class EmbeddedEngine:
     """A ``Policy`` over a ``GptOss`` on one device.
 
-    ``return_id``: the stop token that ends an episode for good (its slot is reused first); every id of ``stop_ids`` ends
-    an action. More episodes than ``num_slots`` may run: the slot idle longest is evicted and its episode prefilled again.
+    ``return_id``: the stop token that ends an episode for good (its slot is reused first); every id of ``stop_ids``
+    ends an action. More episodes than ``num_slots`` may run: the slot idle longest is evicted and its episode prefilled
+    again.
     """
 
     def __init__(
@@ -117,14 +118,17 @@ class EmbeddedEngine:
         return await request.future
 
     def new_policy_version(self, version: int) -> None:
-        """The parameters moved: drops every cached prefix. Raises RuntimeError while requests are being sampled."""
+        """The parameters moved: forgets every episode, as a new engine would, so that a resumed run batches alike.
+
+        Raises RuntimeError while requests are being sampled.
+        """
         if any(slot.request is not None for slot in self._slots) or self._waiting:
             raise RuntimeError(
                 "new_policy_version while episodes are being sampled: their cache would mix two policies"
             )
         self.policy_version = version
         for slot in self._slots:
-            slot.episode_id, slot.is_finished = None, False
+            slot.episode_id, slot.is_finished, slot.last_used = None, False, 0
             slot.cached_ids.clear()
 
     async def _run(self) -> None:
@@ -157,32 +161,24 @@ class EmbeddedEngine:
         for slot in self._slots:
             if slot.request is not None and slot.request.future.cancelled():
                 slot.request = None
-        still_waiting: deque[_Request] = deque()
-        own = {slot.episode_id: slot for slot in self._slots if slot.request is None and slot.episode_id is not None}
-        idle = sorted(
-            (slot for slot in self._slots if slot.request is None),
-            key=lambda slot: (slot.episode_id is not None, not slot.is_finished, slot.last_used),
-        )
-        # Prefixes that a waiting request is about to extend are the last to be evicted.
+        if not self._waiting:
+            return
+        idle = [slot for slot in self._slots if slot.request is None]
+        own = {slot.episode_id: slot for slot in idle if slot.episode_id is not None}
+        # Prefixes that a waiting request is about to extend are the last to be evicted, empty slots the first.
         wanted = {request.episode_id for request in self._waiting}
-        idle.sort(key=lambda slot: slot.episode_id in wanted)
-        taken: set[int] = set()
+        idle.sort(key=lambda s: (s.episode_id in wanted, s.episode_id is not None, not s.is_finished, s.last_used))
+        still_waiting: deque[_Request] = deque()
         for request in self._waiting:
             if request.future.cancelled():
                 continue
-            slot = own.get(request.episode_id)
-            if slot is None or slot.index in taken:
-                slot = next((s for s in idle if s.index not in taken), None)
-            if slot is None:
+            slot_or_none = own.get(request.episode_id)
+            if slot_or_none is None or slot_or_none.request is not None:
+                slot_or_none = next((slot for slot in idle if slot.request is None), None)
+            if slot_or_none is None:
                 still_waiting.append(request)
-                continue
-            taken.add(slot.index)
-            num_cached = len(slot.cached_ids)
-            if slot.episode_id != request.episode_id or slot.cached_ids != request.token_ids[:num_cached]:
-                slot.cached_ids.clear()
-            elif num_cached >= len(request.token_ids):  # nothing new to feed: a ring can't be shortened, so start over
-                slot.cached_ids.clear()
-            slot.episode_id, slot.request, slot.is_finished = request.episode_id, request, False
+            else:
+                _occupy(slot_or_none, request)
         self._waiting = still_waiting
 
     @torch.inference_mode()
@@ -266,6 +262,15 @@ class EmbeddedEngine:
                     routes=routes,
                 )
             )
+
+
+def _occupy(slot: _Slot, request: _Request) -> None:
+    """Keeps the slot's prefix where the request extends it by at least one token; a ring can't be shortened."""
+    num_cached = len(slot.cached_ids)
+    is_extended = num_cached < len(request.token_ids) and slot.cached_ids == request.token_ids[:num_cached]
+    if slot.episode_id != request.episode_id or not is_extended:
+        slot.cached_ids.clear()
+    slot.episode_id, slot.request, slot.is_finished = request.episode_id, request, False
 
 
 def _tokens_to_feed(slot: _Slot) -> list[int]:

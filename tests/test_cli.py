@@ -1,0 +1,194 @@
+"""The command line from outside: runs, resumes, refuses, stops."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from poise.cli import full_key, run
+from poise.config import ConfigError
+from poise.train.checkpoint import latest_checkpoint
+
+# A policy of a few thousand parameters; five problems and two per step, so that six steps cross two epoch borders.
+TINY = [
+    "--hidden-size=16", "--intermediate-size=12", "--num-layers=2", "--num-heads=2", "--num-kv-heads=1", "--head-dim=8",
+    "--num-experts=4", "--groups-per-step=2", "--group-size=2", "--max-turns=2", "--max-action-tokens=12",
+    "--max-context-tokens=256", "--num-slots=4", "--tokens-per-microbatch=300", "--warm-start.steps=2",
+    "--demonstrations-per-step=4", "--eval-problems=3", "--num-train-rows=5", "--num-test-rows=3",
+    "--log-trajectories-every=3", "--run.name=t", "--device=cpu",
+    # So small a policy earns no reward; the entropy bonus gives it a gradient all the same.
+    "--entropy-weight=0.1",
+]  # fmt: skip
+# What depends on the clock, and so differs between any two runs.
+TIMES = ("_s", "tokens_per_s")
+
+
+def train(folder: Path, *args: str) -> int:
+    return run(["train", "arithmetic_tiny", *TINY, f"--folder={folder}", *args])
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.endswith(TIMES)} for line in lines]
+
+
+def weights_of(folder: Path):
+    checkpoint = latest_checkpoint(folder)
+    assert checkpoint is not None
+    return {k: v for file in sorted(checkpoint.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def assert_same_weights(first: Path, second: Path) -> None:
+    expected, found = weights_of(first), weights_of(second)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert value.equal(found[name]), name
+
+
+@pytest.mark.parametrize("extra", [(), ("--kl-weight=0.1", "--updates-per-batch=2")], ids=["plain", "kl, two updates"])
+def test_six_steps_equal_three_and_three_more(tmp_path, extra):
+    assert train(tmp_path / "whole", "--run.steps=6", *extra) == 0
+    assert train(tmp_path / "parts", "--run.steps=3", *extra) == 0
+    # A reward of 0 everywhere would make every update trivial: these runs must differ from their warm start.
+    assert run(["train", "--resume", str(tmp_path / "parts/t-001"), "--run.steps=6"]) == 0
+    whole, parts = tmp_path / "whole/t-001", tmp_path / "parts/t-001"
+    assert_same_weights(whole, parts)
+    assert metrics_of(whole) == metrics_of(parts)
+    assert [line["step"] for line in metrics_of(whole)] == [-1, 0, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_writes_its_folder_and_overwrites_none(tmp_path):
+    for _ in range(2):
+        assert train(tmp_path, "--run.steps=3") == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["t-001", "t-002"]
+    folder = tmp_path / "t-001"
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model"]["hidden_size"] == 16
+    assert config["rollout"]["group_size"] == 2
+    last = metrics_of(folder)[-1]
+    assert last["ratio_min"] == last["ratio_max"] == 1.0
+    assert last["clip_fraction"] == 0.0
+    assert last["mismatch_max"] < 1e-4
+    for name in ("reward_mean", "reward_std", "equal_groups", "episode_turns", "episode_tokens", "entropy", "grad_norm",
+                 "stop_done", "stop_max_tokens", "mismatch_mean", "mismatch_k3"):  # fmt: skip
+        assert name in last
+    lines = [json.loads(line) for line in (folder / "trajectories/step_000003.jsonl").read_text().splitlines()]
+    assert len(lines) == 4
+    for line in lines:
+        assert len(line["token_ids"]) == len(line["response_mask"]) == len(line["rollout_log_probs"])
+        assert line["text"].startswith("<|start|>user<|message|>")
+        assert line["stop"] in ("done", "max_turns", "max_tokens", "parse_error")
+    evaluations = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in evaluations] == [0, 3]
+    assert (folder / "checkpoints/step_000003/config.json").exists()
+
+
+def test_sft_then_eval(tmp_path, capsys):
+    assert run(["sft", "arithmetic_tiny", *TINY, f"--folder={tmp_path}"]) == 0
+    capsys.readouterr()
+    assert run(["eval", str(tmp_path / "t-001"), "--eval-problems=2"]) == 0
+    printed = capsys.readouterr().out
+    assert "reasoning_gym: 2 held-out problems" in printed
+    assert "stopped: max tokens" in printed
+    # A checkpoint folder works as well as a run folder.
+    assert run(["eval", str(tmp_path / "t-001/checkpoints/step_000000")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["train", "arithmetic_tiny", "--group-sise", "4"], "unknown key --group-sise; did you mean --group-size"),
+        (["train", "arithmetic_tiny", "--steps", "4"], "--steps is ambiguous: --warm-start.steps, --run.steps"),
+        (["train", "arithmetic_tiny", "--group-size=1"], "rollout.group_size must be at least 2"),
+        (["train", "arithmetic_tiny", "--top-p=0.9"], "rollout.top_p must be 1.0 in training, got 0.9"),
+        (["train", "arithmetic_tiny", "--sliding-window=4096"], "model.sliding_window (4096) is larger than"),
+        (["train", "arithmetic_tiny", "--num-kv-heads=3"], "must be a multiple of model.num_kv_heads (3)"),
+        (["train", "gsm8k_tiny", "--data=/nowhere/train.jsonl"], "/nowhere/train.jsonl"),
+        (["train", "arithmetic_tiny", "--model.path=/nowhere"], "model.path /nowhere"),
+        (["train", "arithmetic_tiny", "--dataset=no_such_set"], "no_such_set"),
+        (["train", "arithmetic_tiny", "--num-slots=100000000"], "GiB"),
+        (["train", "nonesuch"], "unknown recipe nonesuch; known are arithmetic_tiny, gsm8k_tiny"),
+        (["train"], "name a recipe"),
+        (["train", "--resume", "/nowhere"], "/nowhere/config.json does not exist"),
+        (["eval", "/nowhere"], "/nowhere does not exist"),
+        (["eval"], "needs a checkpoint folder"),
+        (["sft", "arithmetic_tiny", "--warm-start.steps=0"], "warm_start.steps is 0"),
+        (["fly"], "unknown command fly"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_in_one_sentence(args, sentence, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(args) == 2
+    error = capsys.readouterr().err.strip()
+    assert sentence in error
+    assert "\n" not in error
+    assert list(tmp_path.iterdir()) == []  # nothing half-made is left
+
+
+def test_a_value_of_the_wrong_type_is_refused(capsys):
+    with pytest.raises(SystemExit) as refused:
+        run(["train", "arithmetic_tiny", "--group-size=many"])
+    assert refused.value.code == 2
+    assert "group-size" in capsys.readouterr().err
+
+
+def test_keys():
+    assert full_key("--group-size") == "--rollout.group-size"
+    assert full_key("--group_size=8") == "--rollout.group-size=8"
+    assert full_key("--run.steps=a=b") == "--run.steps=a=b"
+    assert full_key("--task") == "--task.name"
+    with pytest.raises(ConfigError, match="ambiguous"):
+        full_key("--seed")
+
+
+def test_resume_refuses_another_model(tmp_path, capsys):
+    assert train(tmp_path, "--run.steps=1") == 0
+    capsys.readouterr()
+    assert run(["train", "--resume", str(tmp_path / "t-001"), "--hidden-size=32"]) == 2
+    assert "--resume cannot change model.*" in capsys.readouterr().err
+
+
+def test_help_explains_every_key(capsys):
+    with pytest.raises(SystemExit) as ended:
+        run(["train", "arithmetic_tiny", "--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    for key in ("--rollout.temperature", "--algorithm.clip-high", "--warm-start.learning-rate", "--run.save-every"):
+        assert key in printed
+    assert "Episodes per problem." in printed
+
+
+def test_recipes_are_listed(capsys):
+    assert run(["recipes"]) == 0
+    printed = capsys.readouterr().out
+    assert "arithmetic_tiny" in printed
+    assert "gsm8k_tiny" in printed
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves_and_exits_130(tmp_path, number):
+    command = [sys.executable, "-m", "poise", "train", "arithmetic_tiny", *TINY, f"--folder={tmp_path}",
+               "--run.steps=100000", "--save-every=100000"]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    folder = tmp_path / "t-001"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not ((folder / "metrics.jsonl").exists() and len(metrics_of(folder)) > 4):
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "interrupted; the state was saved" in error
+    steps_done = metrics_of(folder)[-1]["step"]
+    checkpoint = latest_checkpoint(folder)
+    assert checkpoint is not None
+    assert checkpoint.name == f"step_{steps_done:06d}"
+    # and it goes on from there
+    assert run(["train", "--resume", str(folder), f"--run.steps={steps_done + 1}"]) == 0
+    assert metrics_of(folder)[-1]["step"] == steps_done + 1

@@ -18,7 +18,7 @@ _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x4000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _MNT_DETACH = 2
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
+_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/dev/null", "/dev/zero", "/dev/urandom")
 _NOBODY = 65534
@@ -31,11 +31,11 @@ class JailError(OSError):
     """The kernel refuses a wall. The message names the call."""
 
 
-def enter_namespaces(visible_paths: Sequence[str] = ()) -> None:
+def enter_namespaces(readable: Sequence[str]) -> None:
     """Forks into new mount, network, process, IPC and host-name namespaces with a private read-only root.
 
     Returns in the child, which is process 1 of its namespace: when it ends, the kernel ends everything inside. Without
-    root rights the namespaces belong to a new user namespace. ``visible_paths``: shown beside Python's own. Raises
+    root rights the namespaces belong to a new user namespace. ``readable``: what the new root shows. Raises
     ``JailError`` where the kernel allows none of it.
     """
     uid, gid = os.geteuid(), os.getegid()
@@ -50,7 +50,7 @@ def enter_namespaces(visible_paths: Sequence[str] = ()) -> None:
         _, status = os.waitpid(pid, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     die_with_parent()
-    _build_root(visible_paths)
+    _build_root(readable)
 
 
 def isolate_call() -> None:
@@ -113,16 +113,15 @@ def die_with_parent() -> None:
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
-def adopt_orphans() -> None:
-    """Descendants that leave their process group come back to the caller when their parent ends."""
-    _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-
-def _build_root(visible_paths: Sequence[str]) -> None:
-    """A new root that holds Python's standard library, the system's shared libraries and three devices, read-only."""
+def readable_paths(extra: Sequence[str]) -> list[str]:
+    """What a snippet needs to see: standard library, shared libraries of the system, three devices, and ``extra``."""
     library = os.path.dirname(os.path.dirname(os.__file__))
-    paths = [library, os.path.realpath(sys.executable), *_loaded_libraries(), *visible_paths, *_SYSTEM_PATHS]
-    sources = {path: os.path.realpath(path) for path in sorted(paths)}
+    return sorted({library, os.path.realpath(sys.executable), *_loaded_libraries(), *extra, *_SYSTEM_PATHS})
+
+
+def _build_root(readable: Sequence[str]) -> None:
+    """A new root that holds ``readable``, read-only, and nothing else."""
+    sources = {path: os.path.realpath(path) for path in readable}
     links = {path: os.readlink(path) for path in _SYSTEM_PATHS if os.path.islink(path)}
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")

@@ -3,6 +3,7 @@
 import array
 import asyncio
 import atexit
+import contextlib
 import json
 import math
 import os
@@ -12,8 +13,10 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +109,7 @@ async def run_python(code: str, *, limits: Limits | None = None, prelude: str = 
 
 def protection() -> str:
     """One line: what keeps snippets in on this machine. Starts the sandbox; raises ``SandboxError`` if it can't."""
-    return _SERVERS[""].get().protection
+    return _describe(_SERVERS[""].get().walls)
 
 
 def _result(answer: dict[str, Any], limits: Limits) -> Result:
@@ -175,47 +178,42 @@ def _slots() -> asyncio.Semaphore:
 
 
 class _Server:
-    """A running fork server: its process, the socket it takes calls from, and what protects its snippets."""
+    """A running fork server: its process, the socket it takes calls from, and what protects its snippets.
 
-    def __init__(self, mode: str, prelude: str, protection: str) -> None:
+    ``mode``: as in ``zygote.serve``; ``wrapper``: a command that the server is started with. Raises ``SandboxError``
+    where it does not start.
+    """
+
+    def __init__(self, mode: str, prelude: str, wrapper: Sequence[str] = ()) -> None:
         package = os.path.dirname(__file__)
-        paths = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
-        python = [sys.executable, "-S", "-s", "-c", _START]
+        python = [os.path.realpath(sys.executable), "-S", "-s", "-c", _START, os.path.dirname(package), package]
+        self.owner = os.getpid()
         self.control, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [
-                    *python,
-                    os.path.dirname(package),
-                    package,
-                    str(theirs.fileno()),
-                    mode,
-                    prelude,
-                    *(paths if prelude else []),
-                ],
+                [*wrapper, *python, str(theirs.fileno()), mode, prelude, *(_package_paths() if prelude else [])],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                env={"PYTHONHASHSEED": "0", "LANG": "C.UTF-8"},  # the order of a set of strings is the same every time
+                env={
+                    "PYTHONHASHSEED": "0",
+                    "LANG": "C.UTF-8",
+                    "TMPDIR": tempfile.gettempdir(),
+                },  # sets keep their order
                 cwd="/",
                 start_new_session=True,  # Ctrl-C is for the trainer
             )
-        self.protection = protection
-        self.base: str | None = None
-        self.owner = os.getpid()
-
-    def wait_until_ready(self) -> str | None:
-        """None when snippets can be sent, else why not."""
-        self.control.settimeout(_START_S)
+        self.walls: dict[str, Any] = {}
         try:
+            self.control.settimeout(_START_S)
             (length,) = _LENGTH.unpack(self.control.recv(_LENGTH.size, socket.MSG_WAITALL))
-            message = json.loads(self.control.recv(length, socket.MSG_WAITALL))
+            self.walls = json.loads(self.control.recv(length, socket.MSG_WAITALL))
+            self.control.setblocking(False)
         except (OSError, struct.error, ValueError) as error:
-            return f"no answer from the fork server ({error})"
-        self.control.setblocking(False)
-        self.base = message.get("base")
-        problem: str | None = message["error"]
-        return problem
+            self.walls = {"error": f"no answer from the fork server: {error}"}
+        if self.walls["error"] is not None:
+            self.close()
+            raise SandboxError(self.walls["error"])
 
     def hand_over(self, connection: socket.socket) -> None:
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [connection.fileno()]))
@@ -231,8 +229,8 @@ class _Server:
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        if self.base is not None:
-            shutil.rmtree(self.base, ignore_errors=True)
+        if self.walls.get("base"):
+            shutil.rmtree(self.walls["base"], ignore_errors=True)
 
 
 class _OneServer:
@@ -269,22 +267,61 @@ _SERVERS = {"": _OneServer("")}  # by prelude
 
 
 def _start(prelude: str) -> _Server:
-    """The strongest protection that works here."""
-    reasons = []
-    if sys.platform == "linux":
-        server = _Server(
-            "namespaces", prelude, "namespaces: no network, private read-only files, own user and processes"
-        )
-        problem = server.wait_until_ready()
-        if problem is None:
+    """The strongest protection that works here: namespaces of our own, then bubblewrap's, then none."""
+    if sys.platform != "linux":
+        return _Server("plain", prelude)
+    try:
+        return _Server("namespaces", prelude)
+    except SandboxError as error:
+        reason = str(error)
+    bubblewrap = shutil.which("bwrap")
+    if bubblewrap is not None:
+        with contextlib.suppress(SandboxError):  # installed, but refused by the kernel as well
+            server = _Server("plain", prelude, [bubblewrap, *_bubblewrap_arguments()])
+            server.walls |= {"base": None, "bubblewrap": True}
             return server
-        server.close()
-        reasons.append(problem)
-    server = _Server("plain", prelude, "")
-    problem = server.wait_until_ready()
-    if problem is not None:
-        server.close()
-        raise SandboxError(f"the sandbox cannot start: {'; '.join([*reasons, problem])}")
-    why = "; ".join(reasons) or f"no namespaces on {sys.platform}"
-    server.protection = f"resource limits only: snippets can read your files and use the network ({why})"
+    server = _Server("plain", prelude)
+    server.walls["reason"] = reason
     return server
+
+
+def _bubblewrap_arguments() -> list[str]:
+    arguments = [
+        "--unshare-all",
+        "--die-with-parent",
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--tmpfs",
+        tempfile.gettempdir(),
+    ]
+    paths = {os.path.dirname(__file__), os.path.realpath(sys.executable), *_package_paths()}
+    for path in sorted(
+        paths
+        | {
+            os.path.dirname(os.path.dirname(os.__file__)),
+            "/lib",
+            "/lib64",
+            "/usr/lib",
+            "/usr/lib64",
+            "/etc/ld.so.cache",
+        }
+    ):
+        arguments += ["--ro-bind-try", path, path]
+    return arguments
+
+
+def _package_paths() -> list[str]:
+    return [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+
+
+def _describe(walls: dict[str, Any]) -> str:
+    if walls["base"] is None and not walls.get("bubblewrap"):
+        filtered = ", filtered system calls" if walls["has_seccomp"] else ""
+        return f"namespaces: no network, private read-only files, own user and processes{filtered}"
+    if walls.get("bubblewrap"):
+        return "bubblewrap: no network, private read-only files; snippets share one user and one process space"
+    files = "Landlock hides your files" if walls["has_landlock"] else "snippets CAN READ YOUR FILES"
+    calls = "seccomp: no network, no processes" if walls["has_seccomp"] else "snippets CAN USE THE NETWORK"
+    return f"no namespaces ({walls.get('reason', sys.platform)}): {files}; {calls}; resource limits"

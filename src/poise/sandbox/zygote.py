@@ -26,9 +26,10 @@ import textwrap
 import time
 import traceback
 import types
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from poise.sandbox import jail
+from poise.sandbox import filters, jail
 
 # Loaded once, so that snippets need not: what they import most.
 PRELOADED = """bisect cmath collections copy datetime decimal fractions functools heapq itertools json math
@@ -43,33 +44,48 @@ def send(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(_LENGTH.pack(len(payload)) + payload)
 
 
+@dataclass(frozen=True)
+class Walls:
+    """What this server puts around snippets. ``base``: where working directories are made, None inside namespaces."""
+
+    base: str | None
+    readable: list[str]
+    has_seccomp: bool
+    has_landlock: bool
+
+
 def serve(control_fd: int, mode: str, *, prelude: str, paths: list[str]) -> None:
     """Answers until the other side closes. The first message says how the start went.
 
     ``mode``: "namespaces" or "plain". ``prelude``: trusted code run once, with ``paths`` on ``sys.path``.
     """
     control = socket.socket(fileno=control_fd)
+    sys.executable = os.path.realpath(sys.executable)
     base = None
     try:
+        readable = jail.readable_paths(paths)
         if mode == "namespaces":
-            jail.enter_namespaces(paths)
+            jail.enter_namespaces(readable)
         else:
             base = tempfile.mkdtemp(prefix="poise-sandbox-")
-    except OSError as error:
-        send(control, {"error": str(error)})
-        return
-    sys.path += paths
-    for name in PRELOADED.split():
-        __import__(name)
-    try:
+        sys.path += paths
+        for name in PRELOADED.split():
+            __import__(name)
         exec(prelude, {})
-    except Exception as error:
-        send(control, {"error": f"the prelude failed: {type(error).__name__}: {error}"})
+    except Exception as error:  # reported to the trainer's process, which raises it
+        send(control, {"error": f"{type(error).__name__}: {error}"})
         return
+    is_linux = sys.platform == "linux"
+    walls = Walls(
+        base=base,
+        readable=readable,
+        has_seccomp=is_linux and filters.has_seccomp(),
+        has_landlock=is_linux and base is not None and filters.landlock_version() > 0,
+    )
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # wardens are reaped by the kernel
     gc.collect()
     gc.freeze()
-    send(control, {"error": None, "base": base})
+    send(control, {"error": None, **vars(walls)})
     while True:
         fd = _receive_fd(control)
         if fd is None:
@@ -77,7 +93,7 @@ def serve(control_fd: int, mode: str, *, prelude: str, paths: list[str]) -> None
         if os.fork() == 0:
             control.close()
             try:
-                _warden(socket.socket(fileno=fd), base)
+                _warden(socket.socket(fileno=fd), walls)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -105,30 +121,29 @@ def _has_children() -> bool:
     return True
 
 
-def _warden(connection: socket.socket, base: str | None) -> None:
+def _warden(connection: socket.socket, walls: Walls) -> None:
     """One call: request in, snippet run and watched, answer out."""
     request = _receive(connection)
     wake = _wake_on_child_exit()
-    if base is None:
+    if walls.base is None:
         jail.isolate_call()
         work_dir = jail.WORK
     else:
-        work_dir = tempfile.mkdtemp(dir=base)
-        if sys.platform == "linux":
-            jail.adopt_orphans()
+        work_dir = tempfile.mkdtemp(dir=walls.base)
     output, output_end = os.pipe()
     ready, ready_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _snippet(request, work_dir, base is None, output_end, ready_end)
+        _snippet(request, work_dir, walls, output_end, ready_end)
     os.close(output_end)
     os.close(ready_end)
     try:
         problem = os.read(ready, 4096)  # ends when the snippet is about to start, so the clock starts here
         answer = _watch(pid, output, wake, connection, request) if not problem else {"error": problem.decode()}
     finally:
-        _kill(pid, base is None)
-        if base is not None:
+        if walls.base is not None:  # inside a namespace the kernel ended everything with the snippet
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
             shutil.rmtree(work_dir, ignore_errors=True)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody waits any more
         send(connection, answer)
@@ -241,31 +256,12 @@ class _Kept:
         return f"{head}\n[... {self.num_cut} bytes cut ...]\n{tail}"
 
 
-def _kill(pid: int, in_namespace: bool) -> None:
-    """Ends what the snippet left. Inside a namespace the kernel did when its process 1 ended."""
-    if in_namespace:
-        return
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-    while True:  # orphans that left the group came to this process
-        try:
-            with open(f"/proc/self/task/{os.getpid()}/children") as file:
-                orphans = [int(word) for word in file.read().split()]
-        except OSError:
-            return
-        if not orphans:
-            return
-        for orphan in orphans:
-            os.kill(orphan, signal.SIGKILL)
-            os.waitpid(orphan, 0)
-
-
-def _snippet(request: dict[str, Any], work_dir: str, in_namespace: bool, output: int, ready: int) -> NoReturn:
+def _snippet(request: dict[str, Any], work_dir: str, walls: Walls, output: int, ready: int) -> NoReturn:
     """The forked child: puts up the walls, then runs the code as ``__main__``. Never returns."""
     status, report = 70, ready
     try:
         os.setsid()
-        if in_namespace:
+        if walls.base is None:
             uid = jail.snippet_uid()
             jail.mount_work_dir(request["file_mib"], uid)
         os.chdir(work_dir)
@@ -276,11 +272,15 @@ def _snippet(request: dict[str, Any], work_dir: str, in_namespace: bool, output:
         os.closerange(4, 256)
         limits = {name: request[name] for name in ("cpu_s", "memory_mib", "file_mib", "num_processes")}
         jail.limit_resources(**limits)
-        if in_namespace:
+        if walls.base is None:
             jail.drop_rights(uid)
         elif sys.platform == "linux":
             jail.forbid_new_rights()
             jail.die_with_parent()
+        if walls.has_landlock:
+            filters.hide_files(readable=walls.readable, writable=[work_dir])
+        if walls.has_seccomp:
+            filters.filter_system_calls(in_namespace=walls.base is None)
         _clean_interpreter(work_dir)
     except BaseException as error:
         os.write(report, f"{type(error).__name__}: {error}".encode())

@@ -114,13 +114,17 @@ def test_a_fully_masked_sequence_gives_zero_and_the_identities_of_min_and_max():
 
 
 def test_impossible_tokens_have_no_gradient_and_nan_stays_nan():
-    # -inf under the policy, under the old policy, under both; the last token is sound: ratio 1, A = 1.
+    # -inf under the policy, under the old policy, under both; the last token is sound: ratio 2, A = -1, loss 2.
     loss, gradient, metrics = loss_and_gradient(
-        [-INF, -1.0, -INF, -1.0], [-1.0, -INF, -INF, -1.0], [1.0, -1.0, 1.0, 1.0], [True] * 4
+        [-INF, -1.0, -INF, -1.0], [-1.0, -INF, -INF, -1.0 - LOG2], [1.0, -1.0, 1.0, -1.0], [True] * 4
     )
-    assert loss == -1.0
-    assert gradient == [0.0, 0.0, 0.0, -1.0]
-    assert metrics == {"ratio_min": 1.0, "ratio_max": 1.0, "clipped_tokens": 0}
+    assert loss == pytest.approx(2.0, rel=1e-6)
+    assert gradient == [0.0, 0.0, 0.0, pytest.approx(2.0, rel=1e-6)]
+    assert metrics == {
+        "ratio_min": pytest.approx(2.0, rel=1e-6),
+        "ratio_max": pytest.approx(2.0, rel=1e-6),
+        "clipped_tokens": 0,
+    }
     assert math.isnan(loss_and_gradient([NAN], [-1.0], [1.0], [True])[0])
 
 
@@ -205,8 +209,8 @@ def test_mismatch_by_hand():
 
 
 def test_mismatch_of_float32_noise_is_not_drowned():
-    # d = 2^-20: k3 = d^2 / 2 + d^3 / 6 = 4.5474750e-13, below the resolution of float32 around d.
-    d = 2.0**-20
+    # d = 2^-22: k3 = d^2 / 2 + d^3 / 6 = 2.84e-14, a quarter of what float32 resolves around d.
+    d = 2.0**-22
     metrics = mismatch(torch.tensor([-0.25 + d]), torch.tensor([-0.25]), torch.tensor([True]))
     assert metrics["k3_sum"].item() == pytest.approx(d * d / 2 + d**3 / 6, rel=1e-9)
 

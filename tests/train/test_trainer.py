@@ -245,12 +245,21 @@ def test_mismatch_with_the_engine_by_hand_and_its_bound(make_model, make_traject
         assert torch.equal(parameter, before[name]), name
     assert trainer.steps_done == 0
 
+    # The refused gradient is gone: this is the step of a trainer which never made it.
+    twin = Trainer(make_model(), config())
     metrics = trainer.step([batch], max_mismatch=bound * 1.01)
+    assert without_timing(twin.step([batch])) == without_timing(metrics)
+    assert torch.equal(trainer.model.lm_head.weight, twin.model.lm_head.weight)
     assert metrics["mismatch_mean"] == pytest.approx(bound, rel=1e-4)
     assert metrics["mismatch_max"] == pytest.approx(0.5, rel=1e-5)
     # d = -0.5 and 0.25: e^-0.5 - 1 + 0.5 = 0.1065306597; e^0.25 - 1 - 0.25 = 0.0340254167
     assert metrics["mismatch_k3"] == pytest.approx((0.1065306597 + 0.0340254167) / num_tokens, rel=1e-4)
     assert trainer.steps_done == 1
+
+    # A mismatch that is no number does not pass for a small one.
+    rollout_log_probs[places[0]] = torch.nan
+    with pytest.raises(MismatchError, match="differ by nan"):
+        trainer.step([replace(batch, rollout_log_probs=rollout_log_probs)], max_mismatch=1e3)
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
@@ -351,16 +360,23 @@ def test_weight_decay_spares_norms_biases_and_sinks(make_model, make_trajectorie
     }
 
 
-def test_first_step_is_adam_by_hand(make_model, make_trajectories):
-    # After one step m / (1 - beta1) = g and v / (1 - beta2) = g^2: the update is learning_rate g / (|g| + 1e-8).
-    trainer = Trainer(make_model(), config(learning_rate=1e-2))
-    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
-    gradients, _ = gradients_of(
-        trainer, lambda: trainer.step(pack(make_trajectories(), torch.ones(6), tokens_per_microbatch=BUDGET))
-    )
-    for name, parameter in trainer.model.named_parameters():
-        expected = before[name] - 1e-2 * gradients[name] / (gradients[name].abs() + 1e-8)
-        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-6)
+def test_two_steps_are_adam_by_hand(make_model, make_trajectories):
+    """theta -= lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + 1e-8) (Kingma and Ba 2015), in float64."""
+    settings = replace(config(), optimizer=OptimizerConfig(warmup_steps=0, learning_rate=1e-2, beta1=0.8, beta2=0.95))
+    settings = replace(settings, optimizer=replace(settings.optimizer, max_grad_norm=1e9))
+    trainer = Trainer(make_model(), settings)
+    expected = {name: p.detach().double() for name, p in trainer.model.named_parameters()}
+    m = dict.fromkeys(expected, 0.0)
+    v = dict.fromkeys(expected, 0.0)
+    for t, advantages in enumerate((torch.ones(6), torch.linspace(-2, 1, 6)), start=1):
+        batches = pack(make_trajectories(), advantages, tokens_per_microbatch=BUDGET)
+        gradients, _ = gradients_of(trainer, lambda batches=batches: trainer.step(batches))
+        for name, parameter in trainer.model.named_parameters():
+            gradient = gradients[name].double()
+            m[name] = 0.8 * m[name] + 0.2 * gradient
+            v[name] = 0.95 * v[name] + 0.05 * gradient**2
+            expected[name] -= 1e-2 * m[name] / (1 - 0.8**t) / ((v[name] / (1 - 0.95**t)).sqrt() + 1e-8)
+            torch.testing.assert_close(parameter.double(), expected[name], rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_are_clipped_to_the_norm_and_reported_as_they_were(make_model, make_trajectories):

@@ -125,6 +125,12 @@ def test_observation_equals_openai_harmony(harmony, o200k_renderer):
         assert o200k_renderer.observation(answers) == [*expected, 200006, 173781]
 
 
+def test_recipient_all_is_not_written(harmony, o200k_renderer):
+    for message in (Message(role=role, recipient="all", content="x") for role in (Role.USER, Role.ASSISTANT)):
+        theirs = harmony.render(to_openai_message(message))
+        assert o200k_renderer.conversation(Conversation(messages=(message,))) == theirs
+
+
 def test_an_episode_written_out_by_hand(tiny):
     renderer = Renderer(tiny)
     call = Message(

@@ -1,0 +1,115 @@
+"""The weaker walls: what holds when the kernel refuses namespaces, and when the user is not root."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+REFUSE = "echo 0 > /proc/sys/user/max_user_namespaces; echo 0 > /proc/sys/user/max_net_namespaces; "
+SCRIPT = """
+import asyncio, sys
+from poise.sandbox import Limits, protection, run_python
+print(protection())
+for code in sys.argv[1:]:
+    print(asyncio.run(run_python(code, limits=Limits(wall_s=2))).text.splitlines()[-1])
+"""
+
+
+def sandboxed(wrapper: list[str], *codes: str, tmpdir: Path) -> list[str]:
+    """The protection line and the last line of each snippet's text, from a trainer started by ``wrapper``."""
+    command = [*wrapper, sys.executable, "-c", SCRIPT, *codes]
+    env = {**os.environ, "TMPDIR": str(tmpdir)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=env)
+    assert done.returncode == 0, done.stderr
+    assert list(tmpdir.glob("poise-*")) == []
+    return done.stdout.splitlines()
+
+
+@pytest.fixture
+def without_namespaces():
+    wrapper = ["unshare", "--user", "--map-root-user", "sh", "-c", REFUSE + 'exec "$0" "$@"']
+    if subprocess.run([*wrapper, "true"], capture_output=True).returncode:
+        pytest.skip("unshare cannot take namespaces away here")
+    return wrapper
+
+
+@pytest.fixture
+def as_user():
+    wrapper = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
+    if subprocess.run([*wrapper, "true"], capture_output=True).returncode:
+        pytest.skip("unshare cannot make another user here")
+    return wrapper
+
+
+def test_without_namespaces(without_namespaces, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("the password")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        lines = sandboxed(
+            without_namespaces,
+            "12 + 345",
+            "open('mine', 'w').write('abc'); open('mine').read()",
+            "import os; os.kill(os.getppid(), 9)",
+            f"import socket; socket.create_connection({server.getsockname()!r})",
+            "import os; os.fork()",
+            f"open({str(secret)!r}).read()",
+            f"open({str(tmp_path / 'new')!r}, 'w')",
+            "import threading; t = threading.Thread(target=print, args=('thread',)); t.start(); t.join()",
+            "while True: pass",
+            "import os; os.kill(os.getpid(), 9)",
+            tmpdir=tmp_path,
+        )
+        server.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            server.accept()
+    assert lines[0].startswith("no namespaces (")
+    assert lines[1:5] == ["357", "'abc'", "PermissionError: [Errno 1] Operation not permitted", lines[4]]
+    assert "PermissionError" in lines[4]
+    assert lines[5] == "PermissionError: [Errno 1] Operation not permitted"
+    if "Landlock" in lines[0]:
+        assert lines[6] == f"PermissionError: [Errno 13] Permission denied: '{secret}'"
+        assert lines[7] == f"PermissionError: [Errno 13] Permission denied: '{tmp_path / 'new'}'"
+    assert lines[8:] == ["thread", "[timed out after 2 s]", "[killed by SIGKILL]"]
+
+
+def test_as_an_ordinary_user(as_user, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("the password")
+    lines = sandboxed(
+        as_user,
+        "import os; print(os.getpid(), os.getuid() == 1000)",
+        "import os, time\nn = 0\ntry:\n    while True:\n        if os.fork() == 0: time.sleep(9)\n        n += 1\n"
+        "except BlockingIOError: print(n)",
+        f"open({str(secret)!r}).read()",
+        "import ctypes; c = ctypes.CDLL(None, use_errno=True); (c.unshare(0x10000000), ctypes.get_errno())",
+        tmpdir=tmp_path,
+    )
+    assert lines[0].startswith("namespaces: ")
+    assert lines[1] == "1 False"  # process 1 of its own namespace, not the user who trains
+    assert lines[2] == "15"  # children beside the snippet itself, of 16 processes
+    assert lines[3] == f"FileNotFoundError: [Errno 2] No such file or directory: '{secret}'"
+    assert lines[4] == "(-1, 1)"  # EPERM
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_bubblewrap(tmp_path):
+    script = (
+        "from poise.sandbox import runner\n"
+        "import shutil, asyncio\n"
+        "server = runner._Server('plain', '', [shutil.which('bwrap'), *runner._bubblewrap_arguments()])\n"
+        "server.walls |= {'base': None, 'bubblewrap': True}\n"
+        "runner._SERVERS['']._server = server\n"
+        "print(runner.protection())\n"
+        "for code in ('1 + 1', \"open('/etc/passwd')\"):\n"
+        "    print(asyncio.run(runner.run_python(code)).text.splitlines()[-1])\n"
+        "server.close()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("bubblewrap: ")
+    assert lines[1:] == ["2", "FileNotFoundError: [Errno 2] No such file or directory: '/etc/passwd'"]

@@ -106,15 +106,6 @@ class HarmonyTokenizer:
         for name, content in files.items():
             (folder / name).write_bytes(content)
 
-    def token_id_config(self) -> dict[str, Any]:
-        """``bos``, ``eos`` and ``pad`` ids as Transformers spells them in a generation configuration."""
-        ids = {"eos_token_id": sorted(self.stop_ids)}
-        return ids | {
-            key: self._special_ids[token]
-            for key, token in (("bos_token_id", "<|startoftext|>"), ("pad_token_id", "<|endoftext|>"))
-            if token in self._special_ids
-        }
-
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; never a special token, whatever the text spells. Lone surrogates become U+FFFD."""
         try:

@@ -171,6 +171,7 @@ _HF_NAMES = {
     "pad_token_id": "pad_token_id",
     "bos_token_id": "bos_token_id",
 }
+_NULLABLE = {"layer_types", "sliding_window", "pad_token_id", "bos_token_id"}
 
 
 def _refuse_other_models(fields: dict[str, Any]) -> None:
@@ -188,11 +189,9 @@ def _refuse_other_models(fields: dict[str, Any]) -> None:
 def _fill_in_defaults(renamed: dict[str, Any]) -> dict[str, Any]:
     """What a field that is absent or null means to Hugging Face, where that is not this class's default."""
     result = {"num_layers": 36, "num_experts": 128, "router_aux_loss_coef": 0.001, **renamed}
-    num_heads = result.get("num_heads", 64)
-    if result.get("num_kv_heads", 8) is None:
-        result["num_kv_heads"] = num_heads
-    if result.get("head_dim", 64) is None:
-        result["head_dim"] = result.get("hidden_size", 2880) // num_heads
+    for name, value in renamed.items():
+        if value is None and name not in _NULLABLE:
+            raise ValueError(f"config: {_HF_NAMES[name]} must not be null")
     result["layer_types"] = tuple(result.get("layer_types") or ())
     if result.get("sliding_window", 128) is None:
         if not result["layer_types"] or SLIDING in result["layer_types"]:

@@ -107,13 +107,12 @@ class _LoopedExperts(torch.autograd.Function):
         counts = _rows_per_expert(flat_ids, num_experts)
         order = torch.argsort(flat_ids, stable=True)
         token = order // num_active
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order), device=order.device)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         h = _matmul_per_expert(x.index_select(0, token), gate_up, gate_up_bias, counts)
         y = _matmul_per_expert(_activation(h, alpha, limit), down, down_bias, counts)
         ctx.save_for_backward(x, gate_up, down, down_bias, expert_weights, h, order, token, place)
         ctx.counts, ctx.alpha, ctx.limit = counts, alpha, limit
-        per_token = y.index_select(0, place).view(len(x), num_active, -1)
+        per_token = y.index_select(0, place).view(len(x), num_active, y.shape[1])
         return torch.bmm(expert_weights.to(y.dtype).unsqueeze(1), per_token).squeeze(1)
 
     @staticmethod
@@ -136,7 +135,7 @@ class _LoopedExperts(torch.autograd.Function):
         torch.mul(grad_activation, by_up, out=grad_h[:, 1::2])
         grad_gate_up, grad_gate_up_bias = _weight_grads(x.index_select(0, token), grad_h, counts)
         grad_rows = _matmul_per_expert(grad_h, gate_up.transpose(1, 2), None, counts)
-        grad_x = grad_rows.index_select(0, place).view(len(x), -1, x.shape[1]).sum(dim=1)
+        grad_x = grad_rows.index_select(0, place).view(*expert_weights.shape, x.shape[1]).sum(dim=1)
         grad_weights = grad_row_weights[place].view_as(expert_weights).to(expert_weights.dtype)
         return grad_x, grad_gate_up, grad_gate_up_bias, grad_down, grad_down_bias, None, grad_weights, None, None
 

@@ -1,0 +1,46 @@
+"""What every test gets: one thread, seeded generators; for tensor code also checked shapes and NaN-filled memory."""
+
+import random
+from pathlib import Path
+
+import jaxtyping
+import numpy as np
+import pytest
+import torch
+
+# Annotations of these packages are checked when jaxtyping is switched on, see `tensor_code_is_watched`.
+jaxtyping.install_import_hook(["poise.ops", "poise.model"], "beartype.beartype")
+jaxtyping.config.update("jaxtyping_disable", True)
+torch.set_num_threads(1)
+
+WATCHED = {"ops", "model"}
+
+
+@pytest.fixture(autouse=True)
+def generators_are_seeded():
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def tensor_code_is_watched(request):
+    """In tests/ops and tests/model: shapes and types are checked, and torch.empty gives NaN."""
+    if Path(request.path).parent.name not in WATCHED:
+        yield
+        return
+    jaxtyping.config.update("jaxtyping_disable", False)
+    torch.use_deterministic_algorithms(True)  # on its own this fills uninitialized memory, see the next line
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+    jaxtyping.config.update("jaxtyping_disable", True)
+
+
+@pytest.fixture
+def annotations_unchecked():
+    """For tests of the errors that a user sees, who runs without annotation checks."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,0 +1,234 @@
+"""Attention with sinks against numbers by hand, against Transformers, and by finite differences."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+from poise.ops.attention import sink_attention
+
+KERNELS = ("reference", "cpu")
+WINDOWS = (None, 1, 16, 127, 128)
+LENGTHS = (1, 63, 128, 129, 300)
+
+
+def borders(lengths):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def operands(num_tokens, heads, kv_heads, channels, *, sink=0.0, dtype=torch.float64):
+    q = torch.randn(num_tokens, heads, channels, dtype=dtype)
+    k, v = torch.randn(2, num_tokens, kv_heads, channels, dtype=dtype).unbind()
+    sinks = sink + torch.randn(heads, dtype=dtype)
+    return [x.requires_grad_() for x in (q, k, v, sinks)]
+
+
+def with_grads(inputs, grad_out, **kwargs):
+    out = sink_attention(*inputs, **kwargs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad_out)]
+
+
+def transformers_attention(q, k, v, sinks, window):
+    """Transformers' eager attention of one sequence [T, H, C]."""
+    num_tokens, heads, channels = q.shape
+    distance = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)[None, :]
+    is_seen = (distance >= 0) & (distance < (window or num_tokens))
+    mask = torch.zeros(num_tokens, num_tokens, dtype=q.dtype).masked_fill(~is_seen, -torch.inf)
+    module = SimpleNamespace(num_key_value_groups=heads // k.shape[1], sinks=sinks, training=False)
+    batched = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+    return eager_attention_forward(module, *batched, mask[None, None], scaling=channels**-0.5)[0][0]
+
+
+def assert_close(actual, expected, tolerance):
+    for name, a, e in zip(("out", "q", "k", "v", "sinks"), actual, expected, strict=True):
+        # Where a gradient all but cancels, its rounding is that of the operands, not of the result.
+        scale = max(e.abs().max().item(), 1e-3)
+        error = (a - e).abs().max().item() / scale
+        assert error < tolerance, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_key_by_hand(kernel):
+    # s = q k = 1, sink = 0: P = e / (e + 1) = 0.73105858, O = 2 P; dS = P (dO v - dO O) = 0.73105858 (2 - 1.46211716),
+    # d sink = -(1 - P) dO O = -0.26894142 * 1.46211716.
+    ones = torch.ones(1, 1, 1, dtype=torch.float64)
+    inputs = [x.requires_grad_() for x in (ones.clone(), ones.clone(), 2 * ones, torch.zeros(1, dtype=torch.float64))]
+    out, grad_q, grad_k, grad_v, grad_sink = with_grads(inputs, ones, cu_seqlens=borders([1]), scale=1.0, kernel=kernel)
+    assert out.item() == pytest.approx(1.46211716, abs=1e-8)
+    assert grad_q.item() == pytest.approx(0.39322387, abs=1e-8)  # dS * k
+    assert grad_k.item() == pytest.approx(0.39322387, abs=1e-8)  # dS * q
+    assert grad_v.item() == pytest.approx(0.73105858, abs=1e-8)  # P
+    assert grad_sink.item() == pytest.approx(-0.39322387, abs=1e-8)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("lengths", "window", "expected"),
+    [
+        # All scores 0 and sink ln 2, so a row with n keys divides their sum by n + 2; v = 4, 8, 12.
+        ([3], None, [4 / 3, 12 / 4, 24 / 5]),
+        ([3], 2, [4 / 3, 12 / 4, 20 / 4]),
+        ([3], 1, [4 / 3, 8 / 3, 12 / 3]),
+        ([1, 2], None, [4 / 3, 8 / 3, 20 / 4]),
+        ([2, 1], 2, [4 / 3, 12 / 4, 12 / 3]),
+        ([0, 2, 0, 1, 0], 2, [4 / 3, 12 / 4, 12 / 3]),
+    ],
+)
+def test_window_and_borders_by_hand(kernel, lengths, window, expected):
+    q = k = torch.zeros(3, 1, 2)
+    v = torch.tensor([4.0, 8.0, 12.0]).view(3, 1, 1).expand(3, 1, 2)
+    sinks = torch.tensor([math.log(2)])
+    out = sink_attention(q, k, v, sinks, cu_seqlens=borders(lengths), window=window, kernel=kernel)
+    torch.testing.assert_close(out[:, 0, 0], torch.tensor(expected))
+    torch.testing.assert_close(out[:, 0, 1], torch.tensor(expected))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("sink", [-20.0, 0.0, 5.0, 100.0])  # 5: above the maximum of most rows
+def test_packed_equals_transformers_one_by_one(kernel, window, sink):
+    inputs = operands(sum(LENGTHS), 8, 1, 16, sink=sink)
+    grad_out = torch.randn_like(inputs[0])
+    actual = with_grads(inputs, grad_out, cu_seqlens=borders(LENGTHS), window=window, kernel=kernel)
+    q, k, v, sinks = inputs
+    pieces = zip(*(x.split(LENGTHS) for x in (q, k, v)), strict=True)
+    out = torch.cat([transformers_attention(*piece, sinks, window) for piece in pieces])
+    expected = [out.detach(), *torch.autograd.grad(out, inputs, grad_out)]
+    assert_close(actual, expected, 1e-10)
+
+
+@pytest.mark.parametrize("lengths", [[1], [63], [129], [40] * 7, [200, 180, 170, 30, 1]])
+@pytest.mark.parametrize(("heads", "kv_heads", "channels"), [(4, 4, 8), (4, 2, 32), (3, 1, 5)])
+@pytest.mark.parametrize("window", [None, 16, 50])
+def test_cpu_kernel_equals_reference_in_float32(lengths, heads, kv_heads, channels, window):
+    inputs = operands(sum(lengths), heads, kv_heads, channels, sink=1.0, dtype=torch.float32)
+    grad_out = torch.randn_like(inputs[0])
+    common = {"cu_seqlens": borders(lengths), "window": window, "scale": 0.3}
+    actual = with_grads(inputs, grad_out, kernel="cpu", **common)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    expected = with_grads(wide, grad_out.double(), kernel="reference", **common)
+    assert_close([x.double() for x in actual], expected, 1e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("sink", [-20.0, 0.0, 5.0, 100.0])
+def test_gradcheck(kernel, window, sink):
+    lengths = [1, 5, 3, 19]
+
+    def attention(q, k, v, sinks):
+        return sink_attention(q, k, v, sinks, cu_seqlens=borders(lengths), window=window, kernel=kernel)
+
+    assert torch.autograd.gradcheck(attention, operands(sum(lengths), 8, 1, 2, sink=sink), atol=1e-7, fast_mode=True)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 2])
+def test_gradcheck_of_every_element(kernel, window):
+    def attention(q, k, v, sinks):
+        return sink_attention(q, k, v, sinks, cu_seqlens=borders([1, 4, 2]), window=window, kernel=kernel)
+
+    assert torch.autograd.gradcheck(attention, operands(7, 2, 1, 2, sink=1.0))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_non_contiguous_operands_and_no_tokens(kernel):
+    q, k, v, sinks = operands(20, 4, 2, 6)
+    expected = sink_attention(q, k, v, sinks, cu_seqlens=borders([20]), window=8, kernel=kernel)
+    strided = [x.detach().transpose(0, 2).contiguous().transpose(0, 2) for x in (q, k, v)]
+    assert not strided[0].is_contiguous()
+    actual = sink_attention(*strided, sinks, cu_seqlens=borders([20]), window=8, kernel=kernel)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-14)
+    empty = sink_attention(q[:0], k[:0], v[:0], sinks, cu_seqlens=borders([0]), kernel=kernel)
+    assert empty.shape == (0, 4, 6)
+    empty.sum().backward()
+
+
+def test_result_is_the_callers_own():
+    # Writing into the result must not reach what the backward pass keeps.
+    inputs = operands(6, 2, 1, 4)
+    for window in (None, 2):
+        out = sink_attention(*inputs, cu_seqlens=borders([6]), window=window, kernel="cpu")
+        expected = torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
+        out.detach().zero_()
+        actual = torch.autograd.grad(out, inputs, torch.ones_like(out))
+        assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+def test_half_types_compute_in_float32():
+    inputs = operands(40, 4, 2, 8, sink=2.0, dtype=torch.bfloat16)
+    out = sink_attention(*inputs, cu_seqlens=borders([40]), window=16)
+    wide = sink_attention(*(x.double() for x in inputs), cu_seqlens=borders([40]), window=16)
+    torch.testing.assert_close(out.double(), wide, rtol=2**-8, atol=1e-6)  # one rounding to bfloat16
+
+
+def test_two_threads_give_the_same_bits():
+    # Query heads that share a key head add into one gradient; threads must not race for it.
+    inputs = operands(400, 8, 1, 16, dtype=torch.float32)
+    grad_out = torch.randn_like(inputs[0])
+    try:
+        torch.set_num_threads(2)
+        runs = [with_grads(inputs, grad_out, cu_seqlens=borders([150, 250]), window=w) for w in (None, 32) * 4]
+    finally:
+        torch.set_num_threads(1)
+    for same_window in (runs[0::2], runs[1::2]):
+        for run in same_window[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(run, same_window[0], strict=True))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements that any operator returned."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return result
+
+
+@pytest.mark.parametrize(("window", "bound"), [(128, 2 * 128), (None, 16)])
+def test_memory_grows_with_the_window_not_with_the_square(window, bound):
+    num_tokens = 4096
+    inputs = operands(num_tokens, 2, 1, 8, dtype=torch.float32)
+    with LargestTensor() as largest:
+        out = sink_attention(*inputs, cu_seqlens=borders([num_tokens]), window=window, kernel="cpu")
+        out.sum().backward()
+    assert largest.numel <= num_tokens * bound
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"kernel": "flash"}, ValueError, "kernel must be one of auto, reference, cpu"),
+        ({"kernel": "triton"}, RuntimeError, "'triton'"),
+        ({"window": 0}, ValueError, "window must be at least 1"),
+        ({"k": torch.zeros(4, 3, 2), "v": torch.zeros(4, 3, 2)}, ValueError, r"heads \(4\) must be a multiple"),
+        ({"v": torch.zeros(4, 1, 2)}, ValueError, "q must be"),
+        ({"k": torch.zeros(5, 2, 2), "v": torch.zeros(5, 2, 2)}, ValueError, "q must be"),
+        ({"sinks": torch.zeros(3)}, ValueError, r"sinks must be \[4\]"),
+        ({"sinks": torch.zeros(4, dtype=torch.float64)}, ValueError, "one dtype"),
+        ({"q": torch.zeros(4, 4, 2, device="meta")}, ValueError, "one device"),
+        ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, "int32"),
+        ({"cu_seqlens": borders([3])}, ValueError, "from 0 to 4"),
+        ({"cu_seqlens": borders([5])}, ValueError, "from 0 to 4"),
+        ({"cu_seqlens": torch.tensor([1, 4], dtype=torch.int32)}, ValueError, "from 0 to 4"),
+        ({"cu_seqlens": torch.tensor([0, 3, 2, 4], dtype=torch.int32)}, ValueError, "must not fall"),
+        ({"cu_seqlens": torch.tensor([], dtype=torch.int32)}, ValueError, "from 0 to 4"),
+    ],
+)
+def test_errors_name_the_argument(change, error, words, annotations_unchecked):
+    good = {"q": torch.zeros(4, 4, 2), "k": torch.zeros(4, 2, 2), "v": torch.zeros(4, 2, 2), "sinks": torch.zeros(4)}
+    with pytest.raises(error, match=words):
+        sink_attention(**{**good, "cu_seqlens": borders([4]), **change})
+
+
+def test_cpu_kernel_says_what_it_takes():
+    with pytest.raises(RuntimeError, match="float32 or float64"):
+        sink_attention(*operands(2, 1, 1, 2, dtype=torch.bfloat16), cu_seqlens=borders([2]), kernel="cpu")

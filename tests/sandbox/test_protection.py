@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+SRC = Path(__file__).parents[2] / "src"
 REFUSE = "echo 0 > /proc/sys/user/max_user_namespaces; echo 0 > /proc/sys/user/max_net_namespaces; "
 SCRIPT = """
 import asyncio, sys
@@ -22,8 +23,8 @@ for code in sys.argv[1:]:
 
 def sandboxed(wrapper: list[str], *codes: str, tmpdir: Path) -> list[str]:
     """The protection line and the last line of each snippet's text, from a trainer started by ``wrapper``."""
-    command = [*wrapper, sys.executable, "-c", SCRIPT, *codes]
-    env = {**os.environ, "TMPDIR": str(tmpdir)}
+    command = [*wrapper, "-c", SCRIPT, *codes]
+    env = {**os.environ, "TMPDIR": str(tmpdir), "PYTHONPATH": str(SRC)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=env)
     assert done.returncode == 0, done.stderr
     assert list(tmpdir.glob("poise-*")) == []
@@ -32,17 +33,21 @@ def sandboxed(wrapper: list[str], *codes: str, tmpdir: Path) -> list[str]:
 
 @pytest.fixture
 def without_namespaces():
-    wrapper = ["unshare", "--user", "--map-root-user", "sh", "-c", REFUSE + 'exec "$0" "$@"']
-    if subprocess.run([*wrapper, "true"], capture_output=True).returncode:
+    wrapper = ["unshare", "--user", "--map-root-user", "sh", "-c", REFUSE + 'exec "$0" "$@"', sys.executable]
+    if subprocess.run([*wrapper, "-c", ""], capture_output=True).returncode:
         pytest.skip("unshare cannot take namespaces away here")
     return wrapper
 
 
 @pytest.fixture
 def as_user():
-    wrapper = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
-    if subprocess.run([*wrapper, "true"], capture_output=True).returncode:
-        pytest.skip("unshare cannot make another user here")
+    if os.geteuid() != 0:
+        return [sys.executable]
+    # The system's Python, since the one of the tests may live in root's home.
+    wrapper = ["setpriv", "--reuid=1234", "--regid=1234", "--clear-groups", "/usr/bin/python3"]
+    check = "import sys, poise.sandbox; sys.exit(sys.version_info < (3, 11))"
+    if subprocess.run([*wrapper, "-c", check], capture_output=True, env={"PYTHONPATH": str(SRC)}).returncode:
+        pytest.skip("no Python 3.11 that an ordinary user can start")
     return wrapper
 
 
@@ -80,9 +85,10 @@ def test_without_namespaces(without_namespaces, tmp_path):
 def test_as_an_ordinary_user(as_user, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("the password")
+    tmp_path.chmod(0o777)
     lines = sandboxed(
         as_user,
-        "import os; print(os.getpid(), os.getuid() == 1000)",
+        "import os; print(os.getpid(), os.getuid() == 1234)",
         "import os, time\nn = 0\ntry:\n    while True:\n        if os.fork() == 0: time.sleep(9)\n        n += 1\n"
         "except BlockingIOError: print(n)",
         f"open({str(secret)!r}).read()",

@@ -270,13 +270,13 @@ def _snippet(request: dict[str, Any], work_dir: str, walls: Walls, output: int, 
             os.dup2(source, target, inheritable=target < 3)
         report = 3
         os.closerange(4, 256)
-        limits = {name: request[name] for name in ("cpu_s", "memory_mib", "file_mib", "num_processes")}
-        jail.limit_resources(**limits)
         if walls.base is None:
             jail.drop_rights(uid)
         elif sys.platform == "linux":
             jail.forbid_new_rights()
             jail.die_with_parent()
+        limits = {name: request[name] for name in ("cpu_s", "memory_mib", "file_mib", "num_processes")}
+        jail.limit_resources(**limits)
         if walls.has_landlock:
             filters.hide_files(readable=walls.readable, writable=[work_dir])
         if walls.has_seccomp:

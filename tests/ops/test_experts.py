@@ -7,6 +7,7 @@ import torch
 from transformers import GptOssConfig as HfConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from poise.ops import experts as experts_module
 from poise.ops.experts import routed_experts
 
 KERNELS = ("reference", "loop")
@@ -62,7 +63,9 @@ def test_activation_by_hand(kernel, gate, up, expected):
     ("num_tokens", "channels", "width", "experts", "active"),
     [(13, 6, 5, 7, 3), (13, 6, 6, 7, 3), (1, 4, 8, 3, 1), (129, 8, 3, 5, 4)],
 )
-def test_equals_transformers(kernel, num_tokens, channels, width, experts, active):
+@pytest.mark.parametrize("max_block", [experts_module.MAX_BLOCK, 50])  # all rows at once, and a few at a time
+def test_equals_transformers(kernel, num_tokens, channels, width, experts, active, max_block, monkeypatch):
+    monkeypatch.setattr(experts_module, "MAX_BLOCK", max_block)
     # Down projections are random, so a transposed square one (6 x 6) would show.
     tensors, ids, weights = operands(num_tokens, channels, width, experts, active)
     module = GptOssExperts(

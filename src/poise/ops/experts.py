@@ -1,5 +1,6 @@
 """Routed experts: the matrix products of a mixture of experts, with a backward written by hand."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -7,6 +8,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 KERNELS = ("auto", "loop", "reference")
+# Elements of a block of rows in elementwise maths: 1 MiB in float32.
+MAX_BLOCK = 2**18
 
 
 def routed_experts(
@@ -61,24 +64,50 @@ def _reference(
     return (weights.to(y.dtype)[..., None] * y).sum(dim=1)
 
 
+def _row_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same rows of each tensor, few enough that the temporaries of elementwise maths stay in the CPU's cache."""
+    rows = max(1, MAX_BLOCK // max(1, tensors[0].shape[1]))
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+
+
 def _activation(h: Tensor, alpha: float, limit: float) -> Tensor:
     """[R, 2F] with gate and up interleaved -> [R, F]."""
-    gate = h[:, 0::2].clamp(max=limit)
-    up = h[:, 1::2].clamp(-limit, limit)
-    swish = torch.sigmoid(gate * alpha).mul_(gate)
-    return torch.addcmul(swish, swish, up)
+    result = h.new_empty(len(h), h.shape[1] // 2)
+    for rows, out in _row_blocks(h, result):
+        gate = rows[:, 0::2].clamp(max=limit)
+        up = rows[:, 1::2].clamp(-limit, limit)
+        swish = torch.sigmoid(gate * alpha).mul_(gate)
+        torch.addcmul(swish, swish, up, out=out)
+    return result
 
 
-def _activation_and_grad(h: Tensor, alpha: float, limit: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The activation [R, F] and its derivatives by gate and by up, both zero where the clamp holds."""
-    raw_gate, raw_up = h[:, 0::2], h[:, 1::2]
-    gate, up = raw_gate.clamp(max=limit), raw_up.clamp(-limit, limit)
-    sigmoid = torch.sigmoid(gate * alpha)
-    swish = sigmoid * gate
-    # d swish / d gate = sigmoid + alpha gate sigmoid (1 - sigmoid) = sigmoid + alpha swish (1 - sigmoid)
-    by_gate = torch.addcmul(sigmoid, swish, 1 - sigmoid, value=alpha).mul_(up + 1).masked_fill_(raw_gate > limit, 0)
-    by_up = swish.masked_fill(raw_up.abs() > limit, 0)
-    return torch.addcmul(swish, swish, up), by_gate, by_up
+def _activation_backward(
+    h: Tensor, grad_activation: Tensor, row_weights: Tensor, alpha: float, limit: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From the gradient of the activation before weighting: weighted activation, gradient of h and of the weights.
+
+    The derivatives by gate and up are zero where the clamp holds.
+    """
+    activation, grad_h, grad_weights = (
+        torch.empty_like(grad_activation),
+        torch.empty_like(h),
+        torch.empty_like(row_weights),
+    )
+    blocks = _row_blocks(h, grad_activation, row_weights, activation, grad_h, grad_weights)
+    for rows, grad, weights, act, grad_rows, grad_w in blocks:
+        raw_gate, raw_up = rows[:, 0::2], rows[:, 1::2]
+        gate, up = raw_gate.clamp(max=limit), raw_up.clamp(-limit, limit)
+        sigmoid = torch.sigmoid(gate * alpha)
+        swish = gate.mul_(sigmoid)
+        torch.addcmul(swish, swish, up, out=act)
+        torch.sum(grad * act, dim=1, keepdim=True, out=grad_w)
+        act.mul_(weights)
+        weighted = grad * weights
+        # d swish / d gate = sigmoid + alpha gate sigmoid (1 - sigmoid) = sigmoid + alpha swish (1 - sigmoid)
+        by_gate = torch.addcmul(sigmoid, swish, 1 - sigmoid, value=alpha).mul_(up.add_(1))
+        torch.mul(weighted, by_gate.masked_fill_(raw_gate > limit, 0), out=grad_rows[:, 0::2])
+        torch.mul(weighted, swish.masked_fill_(raw_up.abs() > limit, 0), out=grad_rows[:, 1::2])
+    return activation, grad_h, grad_weights
 
 
 class _LoopedExperts(torch.autograd.Function):
@@ -119,24 +148,20 @@ class _LoopedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, gate_up, down, down_bias, expert_weights, h, order, token, place = ctx.saved_tensors
         counts = ctx.counts
-        row_weights = expert_weights.reshape(-1)[order].to(h.dtype).unsqueeze(1)
+        row_weights = expert_weights.reshape(-1, 1).index_select(0, order).to(h.dtype)
         grad_y = grad.index_select(0, token)
-        activation, by_gate, by_up = _activation_and_grad(h, ctx.alpha, ctx.limit)
         grad_activation = _matmul_per_expert(grad_y, down.transpose(1, 2), None, counts)
-        # dL/dw = grad . y with y = activation D_e + d_e
-        ids = torch.repeat_interleave(torch.tensor(counts, device=x.device))
-        grad_row_weights = (grad_activation * activation).sum(dim=1)
-        grad_row_weights += (grad_y * down_bias.index_select(0, ids)).sum(dim=1)
-        grad_y *= row_weights
-        grad_down, grad_down_bias = _weight_grads(activation, grad_y, counts)
-        grad_activation *= row_weights
-        grad_h = torch.empty_like(h)
-        torch.mul(grad_activation, by_gate, out=grad_h[:, 0::2])
-        torch.mul(grad_activation, by_up, out=grad_h[:, 1::2])
-        grad_gate_up, grad_gate_up_bias = _weight_grads(x.index_select(0, token), grad_h, counts)
+        activation, grad_h, grad_row_weights = _activation_backward(
+            h, grad_activation, row_weights, ctx.alpha, ctx.limit
+        )
+        # dL/dw = grad . y with y = activation D_e + d_e; the first part is in grad_row_weights.
+        grad_row_weights += _matmul_per_expert(grad_y, down_bias.unsqueeze(2), None, counts)
+        grad_down, grad_down_bias = _weight_grads(activation, grad_y, row_weights, counts)
+        ones = torch.ones_like(row_weights)
+        grad_gate_up, grad_gate_up_bias = _weight_grads(x.index_select(0, token), grad_h, ones, counts)
         grad_rows = _matmul_per_expert(grad_h, gate_up.transpose(1, 2), None, counts)
         grad_x = grad_rows.index_select(0, place).view(*expert_weights.shape, x.shape[1]).sum(dim=1)
-        grad_weights = grad_row_weights[place].view_as(expert_weights).to(expert_weights.dtype)
+        grad_weights = grad_row_weights.index_select(0, place).view_as(expert_weights).to(expert_weights.dtype)
         return grad_x, grad_gate_up, grad_gate_up_bias, grad_down, grad_down_bias, None, grad_weights, None, None
 
 
@@ -166,18 +191,22 @@ def _matmul_per_expert(rows: Tensor, weight: Tensor, bias: Tensor | None, counts
     return out
 
 
-def _weight_grads(rows: Tensor, grad: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    """Gradients of the stack [E, I, O] and of its bias [E, O], each expert's from its own block of rows."""
+def _weight_grads(rows: Tensor, grad: Tensor, bias_weights: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """Gradients of the stack [E, I, O] and of its bias [E, O], each expert's from its own block of rows.
+
+    ``bias_weights`` [R, 1] weighs each row of ``grad`` in the sum for the bias.
+    """
     stack = rows.new_empty(len(counts), rows.shape[1], grad.shape[1])
-    bias = rows.new_empty(len(counts), grad.shape[1])
-    for e, (row_block, grad_block) in enumerate(zip(rows.split(counts), grad.split(counts), strict=True)):
+    bias = rows.new_empty(len(counts), 1, grad.shape[1])
+    blocks = zip(rows.split(counts), grad.split(counts), bias_weights.split(counts), strict=True)
+    for e, (row_block, grad_block, weight_block) in enumerate(blocks):
         if counts[e]:
             torch.mm(row_block.t(), grad_block, out=stack[e])
-            torch.sum(grad_block, dim=0, out=bias[e])
+            torch.mm(weight_block.t(), grad_block, out=bias[e])
         else:
             stack[e].zero_()
             bias[e].zero_()
-    return stack, bias
+    return stack, bias.squeeze(1)
 
 
 def _check_operands(

@@ -171,23 +171,23 @@ def _parquet_lines(path: Path) -> list[str]:
 
 
 def _download(source: str, split: str) -> list[Path]:
-    """The files of one split: .jsonl where the data set has it, else .parquet."""
-    from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
+    """The files of one split, from the Hub or its local cache: .jsonl where the data set has it, else .parquet."""
+    from huggingface_hub import snapshot_download
 
     owner, name, *folder = source.split("/", 2)
     repo, prefix = f"{owner}/{name}", f"{folder[0].rstrip('/')}/" if folder else ""
     try:
-        files = [file for file in HfApi().list_repo_files(repo, repo_type="dataset") if file.startswith(prefix)]
-        for suffix in (".jsonl", ".parquet"):
-            chosen = sorted(file for file in files if file.endswith(suffix) and split in Path(file).name)
-            folders = sorted({str(Path(file).parent) for file in chosen})
-            if len(folders) > 1:
-                choices = ", ".join(f"{repo}/{folder}" for folder in folders)
-                raise ConfigError(f"data set {repo} has several {split} sets; choose one of {choices}")
-            if chosen:
-                return [Path(hf_hub_download(repo, file, repo_type="dataset")) for file in chosen]
-    except (HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().split("\n")[0]
+        patterns = [f"{prefix}*{split}*{suffix}" for suffix in (".jsonl", ".parquet")]
+        root = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=patterns))
+    except Exception as error:  # the border to the network: each transport has errors of its own
+        reason = (str(error) or type(error).__name__).strip().split("\n")[0]
         raise ConfigError(f"data set {repo} cannot be read from the Hugging Face Hub: {reason}") from error
+    for suffix in (".jsonl", ".parquet"):
+        chosen = sorted(file for file in (root / prefix).rglob(f"*{suffix}") if split in file.name)
+        folders = sorted({str(file.parent.relative_to(root)) for file in chosen})
+        if len(folders) > 1:
+            choices = ", ".join(f"{repo}/{folder}" for folder in folders)
+            raise ConfigError(f"data set {repo} has several {split} sets; choose one of {choices}")
+        if chosen:
+            return chosen
     raise ConfigError(f"data set {repo} has no .jsonl or .parquet file named after split {split!r}")

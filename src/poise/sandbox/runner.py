@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
-_GRACE_S = 10.0  # for the server to fork, set up and answer, beside the snippet's own time
+# Calls under way at once in an event loop: enough to keep the server busy while the loop does other work, few enough
+# for the kernel's limit on descriptors in flight.
+_MAX_PENDING = 32
 _START_S = 30.0
 # Stands in for the packages' own __init__ files, whose imports would be copied into every forked child.
 _START = """
@@ -96,11 +98,11 @@ async def run_python(code: str, *, limits: Limits | None = None, prelude: str = 
         return Result(output="SyntaxError: source code cannot contain null bytes", exit_status=1)
     request = json.dumps({"code": code, **vars(limits)}).encode()
     servers = _SERVERS.setdefault(prelude, _OneServer(prelude))
-    async with _slots():
+    async with _places():
         for _ in range(2):  # a server that was killed from outside is replaced once
             running = servers.current
             server = running if running is not None else await asyncio.to_thread(servers.get)
-            answer = await _ask(server, request, limits.wall_s + _GRACE_S)
+            answer = await _ask(server, request)
             if answer is not None:
                 return _result(answer, limits)
             servers.discard(server)
@@ -136,8 +138,8 @@ def _result(answer: dict[str, Any], limits: Limits) -> Result:
     )
 
 
-async def _ask(server: "_Server", request: bytes, patience_s: float) -> dict[str, Any] | None:
-    """One call over its own socket. None: the server is gone or does not answer."""
+async def _ask(server: "_Server", request: bytes) -> dict[str, Any] | None:
+    """One call over its own socket. None: the server is gone."""
     loop = asyncio.get_running_loop()
     ours, theirs = socket.socketpair()
     try:
@@ -145,36 +147,27 @@ async def _ask(server: "_Server", request: bytes, patience_s: float) -> dict[str
         try:
             with theirs:
                 server.hand_over(theirs)
-            async with asyncio.timeout(patience_s):
-                await loop.sock_sendall(ours, _LENGTH.pack(len(request)) + request)
-                header = await _receive_exactly(loop, ours, _LENGTH.size)
-                answer: dict[str, Any] = json.loads(await _receive_exactly(loop, ours, *_LENGTH.unpack(header)))
-                return answer
-        except (OSError, EOFError, TimeoutError):
+            await loop.sock_sendall(ours, _LENGTH.pack(len(request)) + request)
+            reply = b""
+            while len(reply) < _LENGTH.size or len(reply) < _LENGTH.size + _LENGTH.unpack_from(reply)[0]:
+                chunk = await loop.sock_recv(ours, 1 << 16)
+                if not chunk:
+                    return None
+                reply += chunk
+        except OSError:
             return None
+        answer: dict[str, Any] = json.loads(reply[_LENGTH.size :])
+        return answer
     finally:
         ours.close()  # tells a warden that is still at work to kill its snippet
 
 
-async def _receive_exactly(loop: asyncio.AbstractEventLoop, connection: socket.socket, length: int) -> bytes:
-    payload = b""
-    while len(payload) < length:
-        chunk = await loop.sock_recv(connection, length - len(payload))
-        if not chunk:
-            raise EOFError
-        payload += chunk
-    return payload
+_PLACES: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]" = weakref.WeakKeyDictionary()
 
 
-_SLOTS: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]" = weakref.WeakKeyDictionary()
-
-
-def _slots() -> asyncio.Semaphore:
-    """Of the running event loop: as many snippets at once as this process has cores."""
-    loop = asyncio.get_running_loop()
-    if loop not in _SLOTS:
-        _SLOTS[loop] = asyncio.Semaphore(len(os.sched_getaffinity(0)))
-    return _SLOTS[loop]
+def _places() -> asyncio.Semaphore:
+    """Of the running event loop."""
+    return _PLACES.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(_MAX_PENDING))
 
 
 class _Server:

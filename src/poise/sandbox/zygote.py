@@ -35,6 +35,7 @@ from poise.sandbox import filters, jail
 PRELOADED = """bisect cmath collections copy datetime decimal fractions functools heapq itertools json math
     operator random re statistics string threading typing"""
 FILE_NAME = "<python>"
+NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 FLOOD_BYTES = 1 << 20  # output beyond this stops the snippet
 _LENGTH = struct.Struct("!I")
 
@@ -82,27 +83,50 @@ def serve(control_fd: int, mode: str, *, prelude: str, paths: list[str]) -> None
         has_seccomp=is_linux and filters.has_seccomp(),
         has_landlock=is_linux and base is not None and filters.landlock_version() > 0,
     )
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # wardens are reaped by the kernel
+    wake = _wake_on_child_exit()
     gc.collect()
     gc.freeze()
     send(control, {"error": None, **vars(walls)})
-    while True:
-        fd = _receive_fd(control)
-        if fd is None:
-            break
-        if os.fork() == 0:
-            control.close()
-            try:
-                _warden(socket.socket(fileno=fd), walls)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
-        os.close(fd)
+    wardens: set[int] = set()
+    is_open = True
+    while is_open or wardens:
+        has_room = is_open and len(wardens) < NUM_CORES
+        inputs: list[Any] = [wake, control] if has_room else [wake]
+        readable_now, _, _ = select.select(inputs, [], [])
+        if wake in readable_now:
+            os.read(wake, 512)
+            wardens -= _ended_children()
+        if control in readable_now:
+            fd = _receive_fd(control)
+            is_open = fd is not None
+            if fd is not None:
+                wardens.add(_fork_warden(fd, control, walls))
+                os.close(fd)
     if base is not None:
-        while _has_children():  # they see their connection close and clean up
-            time.sleep(0.001)
         shutil.rmtree(base, ignore_errors=True)
+
+
+def _fork_warden(fd: int, control: socket.socket, walls: Walls) -> int:
+    pid = os.fork()
+    if pid == 0:
+        control.close()
+        try:
+            with contextlib.suppress(ConnectionError):  # the caller went away
+                _warden(socket.socket(fileno=fd), walls)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def _ended_children() -> set[int]:
+    """Wardens that ended, and orphans that came to this process because it is the first of its namespace."""
+    ended = set()
+    with contextlib.suppress(ChildProcessError):
+        while pid := os.waitpid(-1, os.WNOHANG)[0]:
+            ended.add(pid)
+    return ended
 
 
 def _receive_fd(control: socket.socket) -> int | None:
@@ -111,14 +135,6 @@ def _receive_fd(control: socket.socket) -> int | None:
     for _, _, payload in ancillary:
         fds.frombytes(payload[: fds.itemsize])
     return fds[0] if fds else None
-
-
-def _has_children() -> bool:
-    try:
-        os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def _warden(connection: socket.socket, walls: Walls) -> None:
@@ -145,8 +161,7 @@ def _warden(connection: socket.socket, walls: Walls) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
             shutil.rmtree(work_dir, ignore_errors=True)
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody waits any more
-        send(connection, answer)
+    send(connection, answer)
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:

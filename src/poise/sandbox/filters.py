@@ -5,6 +5,7 @@ https://docs.kernel.org/userspace-api/seccomp_filter.html, https://docs.kernel.o
 
 import ctypes
 import errno
+import functools
 import os
 import struct
 from collections.abc import Iterable
@@ -60,6 +61,15 @@ def landlock_version() -> int:
 
 def filter_system_calls(*, in_namespace: bool) -> None:
     """From here on, dangerous system calls of this process and its children fail with EPERM. Needs no_new_privs."""
+    program = filter_program(in_namespace=in_namespace, pid=0 if in_namespace else os.getpid())
+    instructions = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HP", len(program) // 8, ctypes.addressof(instructions))
+    _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, header, 0, 0), "prctl(PR_SET_SECCOMP)")
+
+
+@functools.cache
+def filter_program(*, in_namespace: bool, pid: int) -> bytes:
+    """The filter as classic BPF. ``pid``: the only process that may get signals, where it isn't in a namespace."""
     column = list(_AUDIT_ARCH).index(_MACHINE)
     denied = _DENIED if in_namespace else _DENIED | _DENIED_OUTSIDE
     program = [
@@ -76,7 +86,7 @@ def filter_system_calls(*, in_namespace: bool) -> None:
     tests = [(_CLONE[column], _ANY_BIT, _NEW_NAMESPACES, 0, 1)]
     if not in_namespace:
         tests.append((_CLONE[column], _ANY_BIT, _CLONE_THREAD, 1, 0))
-        tests += [(numbers[column], _EQUAL, os.getpid(), 1, 0) for numbers in _SIGNALS.values()]
+        tests += [(numbers[column], _EQUAL, pid, 1, 0) for numbers in _SIGNALS.values()]
     for number, test, value, if_true, if_false in tests:
         program += [
             (_EQUAL, 0, 4, number),
@@ -88,9 +98,7 @@ def filter_system_calls(*, in_namespace: bool) -> None:
     for numbers in denied.values():
         program += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _FAIL | errno.EPERM)]
     program.append((_RETURN, 0, 0, _ALLOW))
-    instructions = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
-    header = struct.pack("HP", len(program), ctypes.addressof(instructions))
-    _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, header, 0, 0), "prctl(PR_SET_SECCOMP)")
+    return b"".join(struct.pack("HBBI", *line) for line in program)
 
 
 def hide_files(*, readable: Iterable[str], writable: Iterable[str]) -> None:

@@ -83,6 +83,8 @@ def serve(control_fd: int, mode: str, *, prelude: str, paths: list[str]) -> None
         has_seccomp=is_linux and filters.has_seccomp(),
         has_landlock=is_linux and base is not None and filters.landlock_version() > 0,
     )
+    if walls.has_seccomp and base is None:
+        filters.filter_program(in_namespace=True, pid=0)  # made once, found in the cache by every snippet
     wake = _wake_on_child_exit()
     gc.collect()
     gc.freeze()

@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,15 @@ def as_user():
     return wrapper
 
 
+@pytest.fixture
+def open_dir():
+    """A directory that every user can reach; pytest's own are closed to others."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name)
+        path.chmod(0o777)
+        yield path
+
+
 def test_without_namespaces(without_namespaces, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("the password")
@@ -82,10 +92,9 @@ def test_without_namespaces(without_namespaces, tmp_path):
     assert lines[8:] == ["thread", "[timed out after 2 s]", "[killed by SIGKILL]"]
 
 
-def test_as_an_ordinary_user(as_user, tmp_path):
-    secret = tmp_path / "secret"
+def test_as_an_ordinary_user(as_user, open_dir):
+    secret = open_dir / "secret"
     secret.write_text("the password")
-    tmp_path.chmod(0o777)
     lines = sandboxed(
         as_user,
         "import os; print(os.getpid(), os.getuid() == 1234)",
@@ -93,13 +102,34 @@ def test_as_an_ordinary_user(as_user, tmp_path):
         "except BlockingIOError: print(n)",
         f"open({str(secret)!r}).read()",
         "import ctypes; c = ctypes.CDLL(None, use_errno=True); (c.unshare(0x10000000), ctypes.get_errno())",
-        tmpdir=tmp_path,
+        tmpdir=open_dir,
     )
     assert lines[0].startswith("namespaces: ")
     assert lines[1] == "1 False"  # process 1 of its own namespace, not the user who trains
     assert lines[2] == "15"  # children beside the snippet itself, of 16 processes
     assert lines[3] == f"FileNotFoundError: [Errno 2] No such file or directory: '{secret}'"
     assert lines[4] == "(-1, 1)"  # EPERM
+
+
+def test_what_the_user_may_write_the_snippet_may_not(as_user, open_dir):
+    packages = open_dir / "site-packages"
+    packages.mkdir()
+    (packages / "mine.py").write_text("x = 3")
+    if os.geteuid() == 0:
+        os.chown(packages, 1234, 1234)
+    script = (
+        "import asyncio, sys; from poise.sandbox import run_python\n"
+        f"sys.path.append({str(packages)!r})\n"
+        f"open({str(packages / 'by_the_trainer')!r}, 'w')\n"
+        f"for code in ('import mine; mine.x', \"open({str(packages / 'by_the_snippet')!r}, 'w')\"):\n"
+        "    print(asyncio.run(run_python(code, prelude='import mine')).text.splitlines()[-1])\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(SRC), "TMPDIR": str(open_dir)}
+    done = subprocess.run([*as_user, "-c", script], capture_output=True, text=True, timeout=30, env=env)
+    assert done.stdout.splitlines() == [
+        "3",
+        f"OSError: [Errno 30] Read-only file system: '{packages / 'by_the_snippet'}'",
+    ], done.stderr
 
 
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")

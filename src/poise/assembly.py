@@ -13,7 +13,7 @@ from poise.envs import make_task
 from poise.envs.env import Task
 from poise.harmony import HarmonyTokenizer, Renderer, byte_tokenizer
 from poise.memory import require_memory
-from poise.model import GptOss, GptOssConfig, load_model
+from poise.model import GptOss, GptOssConfig, RopeConfig, load_model
 from poise.rollout import Limits
 from poise.sandbox import protection
 from poise.seeding import derive_seed
@@ -89,6 +89,7 @@ def new_model_config(config: ModelConfig, tokenizer: HarmonyTokenizer) -> GptOss
         num_experts=config.num_experts,
         experts_per_token=config.experts_per_token,
         sliding_window=config.sliding_window,
+        rope=RopeConfig(kind=config.rope, theta=config.rope_theta),
         eos_token_ids=tuple(sorted(tokenizer.stop_ids)),
         pad_token_id=tokenizer.pad,
     )

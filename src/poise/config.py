@@ -36,6 +36,10 @@ class ModelConfig:
     """Experts that each token is routed to."""
     sliding_window: int = 32
     """Tokens that a sliding layer sees, the token itself included."""
+    rope: Literal["yarn", "default"] = "yarn"
+    """Rotary positions: "yarn" as in the released models, "default" without its scaling."""
+    rope_theta: float = 150_000.0
+    """Base of the rotary wavelengths; the longest is about six times as many tokens."""
     device: str = "auto"
     """"auto", "cpu", "cuda" or "cuda:N"."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -56,6 +60,7 @@ class ModelConfig:
             1 <= self.experts_per_token <= self.num_experts,
             f"model.experts_per_token must be 1..{self.num_experts} (num_experts), got {self.experts_per_token}",
         )
+        _require(self.rope_theta > 1, f"model.rope_theta must exceed 1, got {self.rope_theta}")
         _require(self.sliding_window >= 1, f"model.sliding_window must be at least 1, got {self.sliding_window}")
 
 

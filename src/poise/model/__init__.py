@@ -3,5 +3,15 @@
 from poise.model.checkpoint import CheckpointError, load_model, save_model
 from poise.model.config import GptOssConfig
 from poise.model.gpt_oss import GptOss, packed_attend, top_k_route
+from poise.model.rope import RopeConfig
 
-__all__ = ["CheckpointError", "GptOss", "GptOssConfig", "load_model", "packed_attend", "save_model", "top_k_route"]
+__all__ = [
+    "CheckpointError",
+    "GptOss",
+    "GptOssConfig",
+    "RopeConfig",
+    "load_model",
+    "packed_attend",
+    "save_model",
+    "top_k_route",
+]

@@ -159,11 +159,18 @@ def test_result_is_the_callers_own():
         assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
 
-def test_half_types_compute_in_float32():
-    inputs = operands(40, 4, 2, 8, sink=2.0, dtype=torch.bfloat16)
-    out = sink_attention(*inputs, cu_seqlens=borders([40]), window=16)
-    wide = sink_attention(*(x.double() for x in inputs), cu_seqlens=borders([40]), window=16)
-    torch.testing.assert_close(out.double(), wide, rtol=2**-8, atol=1e-6)  # one rounding to bfloat16
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_compute_in_float32(kernel, dtype):
+    inputs = operands(40, 4, 2, 8, sink=2.0, dtype=dtype)
+    grad_out = torch.randn_like(inputs[0])
+    common = {"cu_seqlens": borders([40]), "window": 16, "kernel": kernel}
+    actual = with_grads(inputs, grad_out, **common)
+    assert all(x.dtype == dtype for x in actual)
+    expected = with_grads([x.detach().double().requires_grad_() for x in inputs], grad_out.double(), **common)
+    rounding = torch.finfo(dtype).eps / 2  # one rounding of each result
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=1.01 * rounding, atol=1e-5)
 
 
 def test_two_threads_give_the_same_bits():
@@ -206,8 +213,14 @@ def test_memory_grows_with_the_window_not_with_the_square(window, bound):
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"kernel": "flash"}, ValueError, "kernel must be one of auto, reference, cpu"),
-        ({"kernel": "triton"}, RuntimeError, "'triton'"),
+        ({"kernel": "flash"}, ValueError, "kernel must be one of auto, flash4, flash3, flash2, cpu, triton, reference"),
+        ({"kernel": "flash3"}, RuntimeError, "kernel 'flash3' cannot run here: it needs an NVIDIA GPU"),
+        ({"q": torch.zeros(4, 4, 2, dtype=torch.int32)}, ValueError, "one dtype"),
+        (
+            {name: torch.zeros(4, 4, 2).to(torch.int64) for name in "qkv"} | {"sinks": torch.zeros(4).to(torch.int64)},
+            ValueError,
+            "float16, bfloat16, float32 or float64",
+        ),
         ({"window": 0}, ValueError, "window must be at least 1"),
         ({"k": torch.zeros(4, 3, 2), "v": torch.zeros(4, 3, 2)}, ValueError, r"heads \(4\) must be a multiple"),
         ({"v": torch.zeros(4, 1, 2)}, ValueError, "q must be"),
@@ -227,8 +240,3 @@ def test_errors_name_the_argument(change, error, words, annotations_unchecked):
     good = {"q": torch.zeros(4, 4, 2), "k": torch.zeros(4, 2, 2), "v": torch.zeros(4, 2, 2), "sinks": torch.zeros(4)}
     with pytest.raises(error, match=words):
         sink_attention(**{**good, "cu_seqlens": borders([4]), **change})
-
-
-def test_cpu_kernel_says_what_it_takes():
-    with pytest.raises(RuntimeError, match="float32 or float64"):
-        sink_attention(*operands(2, 1, 1, 2, dtype=torch.bfloat16), cu_seqlens=borders([2]), kernel="cpu")

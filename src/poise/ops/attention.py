@@ -1,15 +1,23 @@
 """Attention with sinks over packed sequences: the plain reference and the function that picks a kernel."""
 
+import logging
 from collections.abc import Callable
+from functools import lru_cache, partial
+from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from poise.ops import attention_flash
 from poise.ops.attention_cpu import cpu_attention
 
-KERNELS = ("auto", "reference", "cpu", "triton", "flash2", "flash3", "flash4")
+# In the order in which "auto" tries them. On the CPU, Triton would be its interpreter.
+KERNELS = ("flash4", "flash3", "flash2", "cpu", "triton", "reference")
+
+_logger = logging.getLogger("poise")
 
 
 def sink_attention(
@@ -29,16 +37,22 @@ def sink_attention(
     with i - window < j <= i (window None: all j <= i). Head h reads key/value head h // (H / K).
     "gpt-oss-120b & gpt-oss-20b Model Card" (arXiv 2508.10925), section 2.2.
 
-    ``scale`` defaults to C**-0.5. ``kernel``: "auto" takes "cpu" for float32 and float64 on the CPU, else "reference".
-    Raises ValueError for operands that do not fit together and RuntimeError for a kernel that cannot run them. The
-    values of ``cu_seqlens`` are checked where reading them does not wait for a device.
+    ``scale`` defaults to C**-0.5. ``kernel``: "auto" takes the first of ``KERNELS`` that runs here and logs it once;
+    all of them have the sinks and their gradient. Raises ValueError for operands that do not fit together and
+    RuntimeError, with the reason, for a kernel that cannot run them. Reading ``cu_seqlens`` waits for the device once
+    per tensor, so layers that share it wait once.
     """
+    if kernel != "auto" and kernel not in KERNELS:
+        raise ValueError(f"kernel must be one of auto, {', '.join(KERNELS)}, got {kernel!r}")
     _check_operands(q, k, v, sinks, cu_seqlens, window)
-    run = _pick_kernel(kernel, q)
-    bounds = sequence_bounds(cu_seqlens, len(q))
+    if kernel == "auto":
+        kernel = chosen_kernel(q.device, q.dtype, q.shape[2])
+    elif reason := unavailable_reason(kernel, q.device, q.dtype, q.shape[2]):
+        raise RuntimeError(f"kernel {kernel!r} cannot run here: {reason}")
+    bounds = _cached_bounds(cu_seqlens, len(q))
     if len(q) == 0:
         return q * 1  # keeps the result in the graph of q
-    return run(q, k, v, sinks, bounds, window, q.shape[-1] ** -0.5 if scale is None else scale)
+    return _run(kernel)(q, k, v, sinks, bounds, window, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def reference_attention(
@@ -78,20 +92,62 @@ def sequence_bounds(cu_seqlens: Int[Tensor, " N1"], num_tokens: int) -> tuple[in
     return bounds
 
 
+# --- which kernel runs ---
+
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, tuple[int, ...], int | None, float], Tensor]
 
 
-def _pick_kernel(kernel: str, q: Tensor) -> Kernel:
-    if kernel not in KERNELS:
-        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
-    runs_on_cpu_kernel = q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64)
-    if kernel == "cpu" and not runs_on_cpu_kernel:
-        raise RuntimeError(f"kernel 'cpu' takes float32 or float64 on the CPU, got {q.dtype} on {q.device.type}")
-    if kernel == "cpu" or (kernel == "auto" and runs_on_cpu_kernel):
-        return cpu_attention
-    if kernel in ("auto", "reference"):
-        return reference_attention
-    raise RuntimeError(f"kernel {kernel!r} is not part of this version of poise; 'auto', 'reference' and 'cpu' are")
+def unavailable_reason(kernel: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why ``kernel`` cannot run such operands here; None if it can."""
+    if kernel.startswith("flash"):
+        return attention_flash.unavailable_reason(int(kernel[-1]), device, dtype, head_dim)
+    if kernel == "triton":
+        if find_spec("triton") is None:
+            return "triton is not installed"
+        from poise.ops import attention_triton  # imports triton
+
+        return attention_triton.unavailable_reason(device, dtype, head_dim)
+    if kernel == "cpu" and device.type != "cpu":
+        return f"it takes tensors on the CPU, not on {device.type}"
+    return None
+
+
+@lru_cache(maxsize=64)
+def chosen_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """What "auto" takes for such operands; logged the first time it is asked."""
+    chosen = next(kernel for kernel in KERNELS if unavailable_reason(kernel, device, dtype, head_dim) is None)
+    operands = f"{str(dtype).removeprefix('torch.')}, head dim {head_dim}, on {device}"
+    if chosen == "reference":
+        _logger.warning("attention of %s: plain reference, memory grows with the square of the length", operands)
+    else:
+        _logger.info("attention of %s: kernel %s", operands, chosen)
+    return chosen
+
+
+def _run(kernel: str) -> Kernel:
+    if kernel.startswith("flash"):
+        return partial(attention_flash.flash_attention, int(kernel[-1]))
+    if kernel == "triton":
+        from poise.ops import attention_triton
+
+        return attention_triton.triton_attention
+    return cpu_attention if kernel == "cpu" else reference_attention
+
+
+# --- checks ---
+
+# Bounds of the tensors on devices that were read already; the version tells whether one was written to since.
+_known_bounds: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _cached_bounds(cu_seqlens: Tensor, num_tokens: int) -> tuple[int, ...]:
+    if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():
+        return sequence_bounds(cu_seqlens, num_tokens)
+    version, bounds = _known_bounds.get(cu_seqlens, (None, ()))
+    if version != cu_seqlens._version or bounds[-1] != num_tokens:
+        bounds = sequence_bounds(cu_seqlens, num_tokens)
+        _known_bounds[cu_seqlens] = (cu_seqlens._version, bounds)
+    return bounds
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: Tensor, window: int | None) -> None:
@@ -106,6 +162,8 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu_seqlens: 
     if not q.dtype == k.dtype == v.dtype == sinks.dtype:
         dtypes = f"{q.dtype}, {k.dtype}, {v.dtype}, {sinks.dtype}"
         raise ValueError(f"q, k, v and sinks must share one dtype, got {dtypes}")
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f"q, k, v and sinks must be float16, bfloat16, float32 or float64, got {q.dtype}")
     if not q.device == k.device == v.device == sinks.device == cu_seqlens.device:
         devices = f"{q.device}, {k.device}, {v.device}, {sinks.device}, {cu_seqlens.device}"
         raise ValueError(f"q, k, v, sinks and cu_seqlens must be on one device, got {devices}")

@@ -76,7 +76,7 @@ def attend(flash: Flash, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, packing
 
 def unavailable_reason(version: int, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why FlashAttention ``version`` cannot run such operands here; None if it can."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return "it needs an NVIDIA GPU"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"

@@ -39,6 +39,10 @@ def top_k_route(num_active: int) -> Route:
     return route
 
 
+# Large embeddings drown what the first blocks write, and a small model then takes far longer to learn to copy.
+_EMBEDDING_STD = 0.3
+
+
 class RmsNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, computed in float32 for half types (arXiv 1910.07467)."""
 
@@ -166,7 +170,7 @@ class GptOss(nn.Module):
     def init_weights(self, seed: int) -> "GptOss":
         """Fills every parameter from ``seed``: the same numbers on every device, rounded to its type.
 
-        Embedding N(0, 1); head and router N(0, initializer_range^2); other matrices N(0, 1 / fan_in), and those that
+        Embedding N(0, 0.3^2); head and router N(0, initializer_range^2); other matrices N(0, 1 / fan_in), and those that
         write to the residual stream divided by sqrt(2 layers); norms 1; biases and sinks 0.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -184,7 +188,7 @@ class GptOss(nn.Module):
 
     def _initial_std(self, name: str, parameter: Tensor, depth_scale: float) -> float:
         if name.endswith("embed_tokens.weight"):
-            return 1.0
+            return _EMBEDDING_STD
         if name.endswith(("lm_head.weight", "router.weight")):
             return self.config.initializer_range
         # Linear layers are [out, in], expert stacks [E, in, out].

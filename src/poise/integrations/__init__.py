@@ -1,0 +1,1 @@
+"""poise's kernels inside other people's trainers: Transformers (so TRL too) and verl."""

@@ -170,8 +170,8 @@ class GptOss(nn.Module):
     def init_weights(self, seed: int) -> "GptOss":
         """Fills every parameter from ``seed``: the same numbers on every device, rounded to its type.
 
-        Embedding N(0, 0.3^2); head and router N(0, initializer_range^2); other matrices N(0, 1 / fan_in), and those that
-        write to the residual stream divided by sqrt(2 layers); norms 1; biases and sinks 0.
+        Embedding N(0, 0.3^2); head and router N(0, initializer_range^2); other matrices N(0, 1 / fan_in), and those
+        that write to the residual stream divided by sqrt(2 layers); norms 1; biases and sinks 0.
         """
         generator = torch.Generator().manual_seed(seed)
         depth_scale = (2 * self.config.num_layers) ** -0.5

@@ -11,7 +11,6 @@ from poise.config import (
     WarmStartConfig,
 )
 
-
 # One sliding and one full layer: the first looks a few tokens back, the second finds where the text goes on in the same
 # way, which is all that copying takes. Short wavelengths suit short contexts, and so does plain RoPE.
 TINY = ModelConfig(num_layers=2, num_heads=8, num_kv_heads=4, sliding_window=8, rope="default", rope_theta=1000.0)

@@ -1,5 +1,6 @@
 """What every test gets: one thread, seeded generators; for tensor code also checked shapes and NaN-filled memory."""
 
+import contextlib
 import random
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import jaxtyping
 import numpy as np
 import pytest
 import torch
+
+with contextlib.suppress(ModuleNotFoundError):  # Triton reads its kernels' source, so they stay as written
+    import poise.ops.attention_triton_kernels  # noqa: F401
 
 # Annotations of these packages are checked when jaxtyping is switched on, see `tensor_code_is_watched`.
 jaxtyping.install_import_hook(["poise.ops", "poise.model"], "beartype.beartype")

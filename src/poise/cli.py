@@ -1,4 +1,4 @@
-"""The command line: ``poise train``, ``sft``, ``eval``, ``recipes``."""
+"""The command line: ``poise train``, ``sft``, ``eval``, ``recipes``, ``doctor``."""
 
 import dataclasses
 import difflib
@@ -24,6 +24,7 @@ poise: agentic reinforcement learning for GPT-OSS
   poise sft RECIPE [--key value ...]          the supervised warm start alone
   poise eval CHECKPOINT [--key value ...]     held-out reward of a checkpoint folder, or of a run's latest checkpoint
   poise recipes                               the recipes, a line each
+  poise doctor                                versions, devices, attention kernels, sandbox, extras of this machine
 
 A key is SECTION.NAME (--rollout.group-size). The section may be left out where the name is unique (--group-size), and
 --task VALUE stands for --task.name VALUE. `poise train RECIPE --help` explains every key.
@@ -59,6 +60,8 @@ def _dispatch(argv: list[str]) -> int:
     command, rest = argv[0], argv[1:]
     if command == "recipes":
         _print_recipes()
+    elif command == "doctor":
+        _doctor()
     elif command == "train":
         _train(rest)
     elif command == "sft":
@@ -69,7 +72,7 @@ def _dispatch(argv: list[str]) -> int:
     elif command == "eval":
         _eval(rest)
     else:
-        raise ConfigError(f"unknown command {command}; known are train, sft, eval, recipes")
+        raise ConfigError(f"unknown command {command}; known are train, sft, eval, recipes, doctor")
     return 0
 
 
@@ -126,6 +129,15 @@ def _recipe(args: Sequence[str]) -> Config:
 def _print_recipes() -> None:
     for name, recipe in RECIPES.items():
         print(f"{name:18} {(recipe.__doc__ or '').splitlines()[0]}")
+
+
+def _doctor() -> None:
+    from poise.doctor import diagnose
+
+    for title, rows in diagnose():
+        print(f"\n{title}")
+        for name, text in rows:
+            print(f"  {name:14} {text}", flush=True)
 
 
 def _take_option(args: list[str], name: str) -> tuple[str | None, list[str]]:

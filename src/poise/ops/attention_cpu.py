@@ -32,7 +32,8 @@ def cpu_attention(
 ) -> Tensor:
     """``sink_attention`` on the CPU; ``bounds``: ``cu_seqlens`` as integers. Half types compute in float32.
 
-    The kernel would take bfloat16, but most CPUs multiply it a hundred times more slowly than float32.
+    The kernel would take bfloat16, but CPUs without AVX512-bf16 or AMX emulate its products, up to a hundred times
+    more slowly than float32's.
     """
     if q.dtype in (torch.float16, torch.bfloat16):
         return cpu_attention(q.float(), k.float(), v.float(), sinks.float(), bounds, window, scale).to(q.dtype)

@@ -71,8 +71,7 @@ class CachedAttention:
         self.heads = torch.arange(cache.num_kv_heads, device=device)
         self.write_rows = {window: self._rows_to_write(window) for window in set(cache.windows)}
         if self.decode:
-            self.decode_slots = None if self._is_whole_cache() else slots[: self.num_decode]
-            self.decode_positions = starts[: self.num_decode]
+            self._lay_out_decode(slots[: self.num_decode], starts[: self.num_decode])
             self.decode_masks = {window: self._decode_mask(window) for window in set(cache.windows)}
         if self.continuing:
             self.padded = _PaddedChunks(self.continuing, first_token=self.num_decode, cache=cache)
@@ -104,8 +103,20 @@ class CachedAttention:
             parts.append(sink_attention(q[m:], k[m:], v[m:], sinks, cu_seqlens=cu_seqlens, window=window))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _is_whole_cache(self) -> bool:
-        return [chunk.slot for chunk in self.decode] == list(range(len(self.cache.keys[0])))
+    def _lay_out_decode(self, slots: Tensor, positions: Tensor) -> None:
+        """Decides which slots a decode step reads: a copy of a few, or a view of all up to the last one in use.
+
+        Copying a slot's history costs more than attending over it, so idle slots in between are attended to as well
+        and what comes out is thrown away.
+        """
+        num_slots = max(chunk.slot for chunk in self.decode) + 1
+        self.is_gathered = 4 * self.num_decode < num_slots
+        self.decode_slots = slots
+        if self.is_gathered:
+            self.num_read, self.decode_positions = self.num_decode, positions
+        else:
+            self.num_read = num_slots
+            self.decode_positions = positions.new_full((num_slots,), -1).index_copy_(0, slots, positions)
 
     def _rows_to_write(self, window: int | None) -> tuple[Tensor | None, Tensor]:
         """(tokens that are stored or None for all, their flat rows in a [slots * K * rows, C] view)."""
@@ -126,7 +137,7 @@ class CachedAttention:
         store.view(-1, store.shape[-1]).index_copy_(0, rows, new.reshape(-1, new.shape[-1]))
 
     def _decode_mask(self, window: int | None) -> tuple[int, Tensor]:
-        """(rows to look at, mask [D, 1, 1, rows] that is True where a row is not yet written)."""
+        """(rows to look at, mask [slots, 1, 1, rows] that is True where a row is not yet written)."""
         longest = max(chunk.start for chunk in self.decode) + 1
         num_rows = longest if window is None else min(longest, window)
         rows = torch.arange(num_rows, device=self.decode_positions.device)
@@ -135,12 +146,18 @@ class CachedAttention:
     def _decode_attention(self, keys: Tensor, values: Tensor, q: Tensor, sinks: Tensor, window: int | None) -> Tensor:
         num_rows, mask = self.decode_masks[window]
         keys, values = keys[:, :, :num_rows], values[:, :, :num_rows]
-        if self.decode_slots is not None:
+        num_kv_heads, head_dim = keys.shape[1], keys.shape[3]
+        grouped = q.view(len(q), num_kv_heads, -1, head_dim)  # [D, K, G, C]
+        if self.is_gathered:
             keys, values = keys.index_select(0, self.decode_slots), values.index_select(0, self.decode_slots)
-        num_tokens, num_heads, head_dim = q.shape
-        grouped = q.view(num_tokens, keys.shape[1], -1, head_dim)  # [D, K, G, C]
-        out = _masked_sink_attention(grouped, keys, values, sinks.view(1, keys.shape[1], -1, 1), mask)
-        return out.reshape(num_tokens, num_heads, head_dim)
+        else:
+            keys, values = keys[: self.num_read], values[: self.num_read]
+            spread = grouped.new_zeros(self.num_read, *grouped.shape[1:])
+            grouped = spread.index_copy_(0, self.decode_slots, grouped)
+        out = _masked_sink_attention(grouped, keys, values, sinks.view(1, num_kv_heads, -1, 1), mask)
+        if not self.is_gathered:
+            out = out.index_select(0, self.decode_slots)
+        return out.reshape(q.shape)
 
 
 class _PaddedChunks:
@@ -223,11 +240,13 @@ def _masked_sink_attention(
     hidden: Bool[Tensor, "B 1 _ L"],
 ) -> Float[Tensor, "B K R C"]:
     """Float32 softmax over visible keys and the sink, whose share is dropped; ``sinks`` broadcasts to [B, K, R, 1]."""
-    scores = (q * q.shape[-1] ** -0.5) @ keys.transpose(-1, -2)
-    scores = scores.float().masked_fill(hidden, float("-inf"))
-    sinks = sinks.float().expand(*scores.shape[:-1], 1)
-    weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
-    return weights.to(values.dtype) @ values
+    scores = ((q * q.shape[-1] ** -0.5) @ keys.transpose(-1, -2)).float().masked_fill_(hidden, float("-inf"))
+    sinks = sinks.float()
+    # In place, and with the sink beside the scores rather than among them: the scores are the largest tensor here.
+    largest = torch.maximum(scores.amax(dim=-1, keepdim=True), sinks)
+    weights = scores.sub_(largest).exp_()
+    total = weights.sum(dim=-1, keepdim=True) + (sinks - largest).exp()
+    return ((weights.to(values.dtype) @ values) / total).to(values.dtype)
 
 
 def _ranges(starts: Int[Tensor, " B"], lengths: Int[Tensor, " B"]) -> Int[Tensor, " T"]:

@@ -33,7 +33,7 @@ class Parts:
     limits: Limits
 
 
-def assemble(config: Config, console: Console) -> Parts:
+def assemble(config: Config, console: Console, *, trains: bool = True) -> Parts:
     """Loads or makes the policy, checks that the run can fit, and says what protects the machine from the policy."""
     device = torch.device(
         ("cuda" if torch.cuda.is_available() else "cpu") if config.model.device == "auto" else config.model.device
@@ -43,7 +43,7 @@ def assemble(config: Config, console: Console) -> Parts:
     if config.model.path is None:
         tokenizer = byte_tokenizer()
         model_config = new_model_config(config.model, tokenizer)
-        require_memory(model_config, config, device)
+        require_memory(model_config, config, device, trains=trains)
         model = GptOss(model_config)
         model.init_weights(derive_seed(config.run.seed, WEIGHTS_STREAM))
         model = model.to(device=device, dtype=dtype)
@@ -51,7 +51,8 @@ def assemble(config: Config, console: Console) -> Parts:
         folder = Path(config.model.path)
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model.path {folder} has no config.json: not a checkpoint folder")
-        require_memory(GptOssConfig.from_hf_dict(json.loads((folder / "config.json").read_text())), config, device)
+        model_config = GptOssConfig.from_hf_dict(json.loads((folder / "config.json").read_text()))
+        require_memory(model_config, config, device, trains=trains)
         tokenizer = HarmonyTokenizer.load(folder)
         model = load_model(folder, dtype=dtype, device=device)
     renderer = Renderer(tokenizer)

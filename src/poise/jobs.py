@@ -220,7 +220,7 @@ def sft_job(config: Config, console: Console) -> Path:
 
 def eval_job(config: Config, console: Console) -> Evaluation:
     """One episode for each held-out problem with the policy at ``model.path``; prints a table."""
-    parts = assemble(config, console)
+    parts = assemble(config, console, trains=False)
     with Interrupt() as interrupt:
         evaluation = evaluate_parts(parts, config, console, interrupt)
     title = f"{config.task.name}: {evaluation.num_problems} held-out problems"

@@ -11,8 +11,8 @@ from poise.model import GptOss, GptOssConfig
 GIB = 2**30
 
 
-def estimate_bytes(model_config: GptOssConfig, config: Config) -> dict[str, int]:
-    """Bytes of what is certain: parameters, gradients, AdamW's two moments, the reference, the engine's cache.
+def estimate_bytes(model_config: GptOssConfig, config: Config, *, trains: bool) -> dict[str, int]:
+    """Bytes of what is certain: parameters and the engine's cache; to train, gradients, AdamW's moments, the reference.
 
     Activations come on top, so a run that is refused here cannot fit, while one that is not refused still may fail.
     """
@@ -22,18 +22,20 @@ def estimate_bytes(model_config: GptOssConfig, config: Config) -> dict[str, int]
     context = config.rollout.max_context_tokens
     rows = sum(context if window is None else min(window, context) for window in model_config.windows)
     channels = 2 * model_config.num_kv_heads * model_config.head_dim
-    return {
+    items = {
         "parameters": num_parameters * width,
-        "gradients": num_parameters * width,
-        "optimizer": 2 * num_parameters * width,
-        "reference": num_parameters * width if config.algorithm.kl_weight > 0 else 0,
         "engine cache": config.rollout.num_slots * rows * channels * width,
     }
+    if trains:
+        items |= {"gradients": num_parameters * width, "optimizer": 2 * num_parameters * width}
+        if config.algorithm.kl_weight > 0:
+            items["reference"] = num_parameters * width
+    return items
 
 
-def require_memory(model_config: GptOssConfig, config: Config, device: torch.device) -> None:
+def require_memory(model_config: GptOssConfig, config: Config, device: torch.device, *, trains: bool) -> None:
     """Raises ConfigError, with the largest items, where the estimate exceeds what the device has free."""
-    items = estimate_bytes(model_config, config)
+    items = estimate_bytes(model_config, config, trains=trains)
     free = free_bytes(device)
     if sum(items.values()) > free:
         listed = ", ".join(

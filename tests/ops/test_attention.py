@@ -1,6 +1,7 @@
 """Attention with sinks against numbers by hand, against Transformers, and by finite differences."""
 
 import itertools
+import logging
 import math
 from types import SimpleNamespace
 
@@ -9,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from poise.ops.attention import sink_attention
+from poise.ops.attention import KERNELS as ALL_KERNELS
+from poise.ops.attention import chosen_kernel, sink_attention, unavailable_reason
 
 KERNELS = ("reference", "cpu")
 WINDOWS = (None, 1, 16, 127, 128)
@@ -118,12 +120,10 @@ def test_cpu_kernel_equals_reference_in_float32(lengths, heads, kv_heads, channe
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("sink", [-20.0, 0.0, 5.0, 100.0])
 def test_gradcheck(kernel, window, sink):
-    lengths = [1, 5, 3, 19]
-
     def attention(q, k, v, sinks):
-        return sink_attention(q, k, v, sinks, cu_seqlens=borders(lengths), window=window, kernel=kernel)
+        return sink_attention(q, k, v, sinks, cu_seqlens=borders(LENGTHS), window=window, kernel=kernel)
 
-    assert torch.autograd.gradcheck(attention, operands(sum(lengths), 8, 1, 2, sink=sink), atol=1e-7, fast_mode=True)
+    assert torch.autograd.gradcheck(attention, operands(sum(LENGTHS), 8, 1, 2, sink=sink), atol=1e-7, fast_mode=True)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -133,6 +133,56 @@ def test_gradcheck_of_every_element(kernel, window):
         return sink_attention(q, k, v, sinks, cu_seqlens=borders([1, 4, 2]), window=window, kernel=kernel)
 
     assert torch.autograd.gradcheck(attention, operands(7, 2, 1, 2, sink=1.0))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("sink", [-3.0, 5.0])
+def test_sink_gradient_is_the_central_difference(kernel, window, sink):
+    q, k, v, sinks = operands(sum(LENGTHS), 4, 1, 8, sink=sink)
+    weight, common = torch.randn_like(q), {"cu_seqlens": borders(LENGTHS), "window": window, "kernel": kernel}
+
+    def loss(sinks):
+        return (sink_attention(q, k, v, sinks, **common) * weight).sum()
+
+    actual = torch.autograd.grad(loss(sinks), sinks)[0]
+    with torch.no_grad():
+        steps = 1e-5 * torch.eye(4, dtype=torch.float64)
+        expected = torch.stack([(loss(sinks + step) - loss(sinks - step)) / 2e-5 for step in steps])
+    assert expected.abs().max() > 1e-2
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_distance_127_matters_and_128_does_not(kernel):
+    # Window 128 is the token itself and the 127 before. Token 40 changes: 40 to 167 notice, 168 and later do not.
+    q, k, v, sinks = (x.detach() for x in operands(300, 2, 1, 4))
+    common = {"cu_seqlens": borders([300]), "window": 128, "kernel": kernel}
+    before = sink_attention(q, k, v, sinks, **common)
+    for changed in (k, v):
+        changed[40] += 1
+        change = (sink_attention(q, k, v, sinks, **common) - before).abs().amax(dim=(1, 2))
+        changed[40] -= 1
+        assert (change[40:168] > 0).all()
+        assert (change[:40] == 0).all()
+        assert (change[168:] == 0).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 16])
+def test_a_packed_neighbour_changes_nothing(kernel, window):
+    lengths = (40, 70)
+    q, k, v, sinks = operands(110, 4, 2, 8)
+    common = {"window": window, "kernel": kernel}
+    packed = sink_attention(q, k, v, sinks, cu_seqlens=borders(lengths), **common)
+    alone = [
+        sink_attention(*parts, sinks, cu_seqlens=borders([n]), **common)
+        for n, *parts in zip(lengths, *(x.split(lengths) for x in (q, k, v)), strict=True)
+    ]
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-12, atol=1e-12)
+    for grad in torch.autograd.grad(packed[40:].square().sum(), (q, k, v)):
+        assert (grad[:40] == 0).all()
+        assert (grad[40:] != 0).any()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -240,3 +290,47 @@ def test_errors_name_the_argument(change, error, words, annotations_unchecked):
     good = {"q": torch.zeros(4, 4, 2), "k": torch.zeros(4, 2, 2), "v": torch.zeros(4, 2, 2), "sinks": torch.zeros(4)}
     with pytest.raises(error, match=words):
         sink_attention(**{**good, "cu_seqlens": borders([4]), **change})
+
+
+def test_cu_seqlens_that_are_written_to_are_read_again():
+    # What a tensor said is remembered, so that layers wait for a device once; until it says something else.
+    q, k, v, sinks = operands(8, 2, 1, 4)
+    cu_seqlens = borders([8])
+    whole = sink_attention(q, k, v, sinks, cu_seqlens=cu_seqlens)
+    cu_seqlens.resize_(3).copy_(borders([3, 5]))
+    parts = sink_attention(q, k, v, sinks, cu_seqlens=cu_seqlens)
+    torch.testing.assert_close(parts, sink_attention(q, k, v, sinks, cu_seqlens=borders([3, 5])), rtol=0, atol=0)
+    assert not torch.equal(parts, whole)
+    with pytest.raises(ValueError, match="from 0 to 7"):
+        sink_attention(q[:7], k[:7], v[:7], sinks, cu_seqlens=cu_seqlens)
+    with torch.inference_mode():  # such tensors do not tell when they were written to
+        cu_seqlens = borders([8])
+        torch.testing.assert_close(sink_attention(q, k, v, sinks, cu_seqlens=cu_seqlens), whole, rtol=0, atol=0)
+        cu_seqlens.resize_(3).copy_(borders([3, 5]))
+        torch.testing.assert_close(sink_attention(q, k, v, sinks, cu_seqlens=cu_seqlens), parts, rtol=0, atol=0)
+
+
+def test_auto_logs_its_choice_once(caplog):
+    chosen_kernel.cache_clear()
+    caplog.set_level(logging.INFO, logger="poise")
+    for dtype in (torch.float32, torch.float32, torch.bfloat16):
+        sink_attention(*operands(4, 2, 1, 8, dtype=dtype), cu_seqlens=borders([4]))
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention of float32, head dim 8, on cpu: kernel cpu",
+        "attention of bfloat16, head dim 8, on cpu: kernel cpu",
+    ]
+
+
+def test_auto_warns_where_only_the_reference_runs(caplog):
+    chosen_kernel.cache_clear()
+    assert chosen_kernel(torch.device("meta"), torch.float32, 64) == "reference"
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "memory grows with the square of the length" in record.getMessage()
+
+
+def test_every_kernel_but_the_reference_says_why_it_cannot_run():
+    reasons = {kernel: unavailable_reason(kernel, torch.device("meta"), torch.float32, 64) for kernel in ALL_KERNELS}
+    assert reasons.pop("reference") is None
+    assert reasons.pop("cpu") == "it takes tensors on the CPU, not on meta"
+    assert all(reasons.values())

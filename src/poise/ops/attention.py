@@ -136,12 +136,12 @@ def _run(kernel: str) -> Kernel:
 
 # --- checks ---
 
-# Bounds of the tensors on devices that were read already; the version tells whether one was written to since.
+# Bounds of the tensors that were read already; the version tells whether one was written to since.
 _known_bounds: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _cached_bounds(cu_seqlens: Tensor, num_tokens: int) -> tuple[int, ...]:
-    if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():
+    if cu_seqlens.is_inference():  # such a tensor has no version
         return sequence_bounds(cu_seqlens, num_tokens)
     version, bounds = _known_bounds.get(cu_seqlens, (None, ()))
     if version != cu_seqlens._version or bounds[-1] != num_tokens:

@@ -223,10 +223,10 @@ def test_split_heads_take_their_slice_of_the_sinks():
 
 def test_rows_that_see_nothing_give_zero_and_finite_gradients():
     # Row 1 of the batch has no tokens, in training and behind a cache.
-    for queries in (10, 3):
+    for queries, dtype in ((10, torch.bool), (3, torch.bool), (10, torch.int64), (3, torch.int64)):
         q, k, v = (x.requires_grad_() for x in layer_inputs(queries=queries))
         sinks = torch.randn(8, dtype=torch.float64, requires_grad=True)
-        mask = torch.tensor([[True] * 10, [False] * 10])
+        mask = torch.tensor([[1] * 10, [0] * 10]).to(dtype)
         out, _ = attend(Layer(), q, k, v, mask, s_aux=sinks, sliding_window=4)
         assert (out[1] == 0).all()
         assert (out[0] != 0).all()

@@ -247,7 +247,7 @@ def _attend_to_cache(
         distance = position[:, None] - torch.arange(num_keys, device=q.device)
         is_seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         if attention_mask is not None:
-            is_seen = is_seen & attention_mask[:, None, None, :]
+            is_seen = is_seen & attention_mask[:, None, None, :].bool()
         scores = (q @ key.transpose(2, 3) * scale).masked_fill(~is_seen, -torch.inf)
         column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         outs.append(torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1] @ value)

@@ -78,6 +78,11 @@ def tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
     return TILES[dtype.itemsize, 64 if head_dim <= 64 else 128]
 
 
+def launch_options(tile: Tile, *, is_amd: bool) -> dict[str, int]:
+    # On AMD a further stage costs registers instead of shared memory.
+    return {"num_warps": tile.num_warps, "num_stages": 1 if is_amd else tile.num_stages}
+
+
 def lanes(head_dim: int) -> int:
     """Channels as the tiles hold them: a power of two, at least 16; those beyond the head dim are masked."""
     return max(16, triton.next_power_of_2(head_dim))
@@ -173,7 +178,5 @@ def _constants(ctx: Any, q: Tensor, k: Tensor, tile: Tile) -> dict[str, Any]:
         "QUERIES": tile.queries,
         "KEYS": tile.keys,
         "SLIDES": slides,
-        "num_warps": tile.num_warps,
-        # On AMD, each further stage costs registers instead of shared memory.
-        "num_stages": 1 if torch.version.hip else tile.num_stages,
+        **launch_options(tile, is_amd=torch.version.hip is not None),
     }

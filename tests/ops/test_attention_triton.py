@@ -210,7 +210,7 @@ def test_sequences_do_not_see_each_other(window):
 
 @interpreted
 def test_blocks_outside_the_band_are_not_read():
-    # In float32 with 16 channels, blocks of 64 queries meet blocks of 32 keys, and keys meet blocks of 16 queries.
+    # No tile of float32 with 16 channels has more than 64 queries or keys.
     inputs = operands(256, 1, 1, 16, 0.0)
     grad_out = torch.randn_like(inputs[0])
 
@@ -227,10 +227,10 @@ def test_blocks_outside_the_band_are_not_read():
     out, q, k, v = range(4)
     sliding, full = run(16, (), slice(0)), run(None, (), slice(0))
     assert not any(x.isnan().any() for x in (*sliding, *full))
-    # Keys behind the window: the block of queries from 128 looks back to 113.
-    results = run(16, (k, v), slice(0, 96))
+    # Keys behind the window: the block of queries from 128 looks back to 113, in the tile from 64 at most.
+    results = run(16, (k, v), slice(0, 64))
     assert_equal(results, sliding, (out, q, k, v), slice(128, 256))
-    assert results[out][:96].isnan().any()
+    assert results[out][:64].isnan().any()
     # Keys after the queries.
     assert_equal(run(None, (k, v), slice(192, 256)), full, (out, q), slice(0, 192))
     # Queries before the keys, and queries that have lost sight of them.
@@ -312,7 +312,8 @@ def resources(kernel, target, folder):
     """Registers a thread, bytes (AMD: registers) spilled, bytes of shared memory."""
     if target == "gfx942":
         count = {name: int(n) for name, n in re.findall(r"\.([vs]gpr_\w*count):\s+(\d+)", kernel.asm["amdgcn"])}
-        return count["vgpr_count"], count["vgpr_spill_count"] + count["sgpr_spill_count"], kernel.metadata.shared
+        # Scalar registers spill into vector registers, not into memory.
+        return count["vgpr_count"], count["vgpr_spill_count"], kernel.metadata.shared
     binary = folder / "kernel.cubin"
     binary.write_bytes(kernel.asm["cubin"])
     tool = triton.knobs.nvidia.cuobjdump.path
@@ -325,7 +326,8 @@ def resources(kernel, target, folder):
 @pytest.mark.parametrize(
     ("target", "dtype", "head_dim", "slides"),
     [
-        *itertools.product(("sm_80", "sm_90"), (torch.bfloat16, torch.float32), (64, 128), (False,)),
+        *itertools.product(("sm_80", "sm_90"), (torch.bfloat16,), (32, 64, 128), (False,)),
+        *itertools.product(("sm_80", "sm_90"), (torch.float32,), (64, 128), (False,)),
         *itertools.product(("sm_80", "sm_90"), (torch.bfloat16,), (64,), (True,)),
         ("gfx942", torch.bfloat16, 64, False),
     ],
@@ -371,9 +373,9 @@ if __name__ == "__main__":
 
     print("| kernel | type | head dim | window | target | registers | spilled | shared KiB |")
     print("| --- | --- | ---: | --- | --- | ---: | ---: | ---: |")
-    for case in itertools.product(KERNELS, TARGETS, (torch.bfloat16, torch.float32), (32, 64, 80, 128), (False, True)):
+    for case in itertools.product(KERNELS, TARGETS, POINTERS, (32, 64, 128), (False, True)):
         name, target_name, dtype_, head_dim_, slides_ = case
         with tempfile.TemporaryDirectory() as temporary:
             registers_, spilled_, shared_ = resources(compiled(*case), target_name, Path(temporary))
         row = (name, str(dtype_).removeprefix("torch."), head_dim_, "yes" if slides_ else "no", target_name)
-        print("|", *row, registers_, spilled_, f"{shared_ / 1024:.1f}", "|", sep=" | ")
+        print(f"| {' | '.join(map(str, row))} | {registers_} | {spilled_} | {shared_ / 1024:.1f} |")

@@ -39,15 +39,17 @@ class Tiles:
     key_grad: Tile
 
 
-# The largest that neither spill registers on sm_80 and sm_90 nor pass the 99 KiB of shared memory of sm_86 and sm_89
-# (compiled, see the test); speed did not choose among them. Forward and query_grad share their blocks of queries.
-# Full-precision float32 runs on the scalar units, which hold their operands in registers: small tiles.
+# The largest of those tried that neither spill registers on sm_80 and sm_90 nor pass the 99 KiB of shared memory of
+# sm_86 and sm_89, as compiled (see the test): speed has not been measured. Full-precision float32 runs on the scalar
+# units, which hold their operands in registers, hence its small tiles.
 TILES = {
     # (bytes of an element, up to this many channels)
+    (2, 32): Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 2)),
     (2, 64): Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 128, 8, 2)),
-    (2, 128): Tiles(Tile(128, 64, 8, 3), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
+    (2, 128): Tiles(Tile(128, 32, 8, 3), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
+    (4, 32): Tiles(Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
     (4, 64): Tiles(Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 32, 8, 2)),
-    (4, 128): Tiles(Tile(32, 16, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 8, 2)),
+    (4, 128): Tiles(Tile(32, 16, 8, 2), Tile(32, 16, 8, 2), Tile(16, 32, 8, 1)),
 }
 
 
@@ -75,7 +77,7 @@ def unavailable_reason(device: torch.device, dtype: torch.dtype, head_dim: int) 
 
 
 def tiles(dtype: torch.dtype, head_dim: int) -> Tiles:
-    return TILES[dtype.itemsize, 64 if head_dim <= 64 else 128]
+    return TILES[dtype.itemsize, next(channels for channels in (32, 64, 128) if head_dim <= channels)]
 
 
 def launch_options(tile: Tile, *, is_amd: bool) -> dict[str, int]:
@@ -88,7 +90,7 @@ def lanes(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-@lru_cache(maxsize=8)  # every layer of a forward and a backward asks for the same two
+@lru_cache(maxsize=8)  # every layer of a forward and a backward asks for the same
 def _block_table(bounds: tuple[int, ...], size: int, late_first: bool, device: torch.device) -> Tensor:
     """int32 [blocks, 3]: first token and length of a block's sequence, the block's first position in it.
 

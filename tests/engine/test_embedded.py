@@ -126,6 +126,53 @@ def test_log_probs_equal_a_full_forward_for_any_batch(num_slots, max_prefill_tok
         assert forward[i].token_ids == backward[i].token_ids  # the same seed samples the same tokens in any company
 
 
+@pytest.mark.parametrize("max_prefill_tokens", [5, 4096])
+@pytest.mark.parametrize("prompt_length", [1, 2, 7, 8, 9, 30])
+def test_episodes_of_a_group_prefill_their_prompt_once(prompt_length, max_prefill_tokens):
+    model = model_with_large_sinks()
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, CALL, size=prompt_length).tolist() for _ in range(2)]
+    fed = []
+    model.register_forward_pre_hook(lambda module, arguments: fed.append(len(arguments[0])))
+
+    async def play(num_slots):
+        engine = engine_of(model, num_slots=num_slots, max_prefill_tokens=max_prefill_tokens)
+        plays = [[prompts[i % 2], rng.integers(0, CALL, size=1 + i).tolist()] for i in range(6)]
+        return await asyncio.gather(*(episode(engine, f"e{i}", p, seed=7 * i) for i, p in enumerate(plays)))
+
+    for num_slots in (6, 4):
+        fed.clear()
+        together = asyncio.run(play(num_slots))
+        num_fed = sum(fed)  # before the checks below run the model as well
+        for played in together:
+            check(model, played)
+        if num_slots == 6 and prompt_length > 1:
+            # Two prompts, in each of the other four episodes its last token, all observations, and every sampled token
+            # but each episode's very last.
+            sampled = sum(len(played.log_probs) for played in together)
+            observed = sum(1 + i for i in range(6))
+            assert num_fed == 2 * prompt_length + 4 + observed + sampled - 6
+
+
+def test_a_cancelled_leader_leaves_its_followers_working():
+    model = model_with_large_sinks()
+    engine = engine_of(model, max_prefill_tokens=4)
+    prompt = np.random.default_rng(6).integers(0, CALL, size=20).tolist()
+
+    async def run():
+        leader = asyncio.create_task(engine(prompt, episode_id="a", seed=0, max_tokens=5))
+        follower = asyncio.create_task(engine(prompt, episode_id="b", seed=1, max_tokens=5))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        leader.cancel()
+        return await follower
+
+    action = asyncio.run(run())
+    log_probs, _ = full_forward(model, [*prompt, *action.token_ids], 0.7)
+    expected = [log_probs[19 + i, t].item() for i, t in enumerate(action.token_ids)]
+    assert action.log_probs == pytest.approx(expected, abs=1e-4)
+
+
 def test_long_observations_are_fed_in_pieces():
     import poise.engine.embedded as embedded
 

@@ -41,6 +41,16 @@ class KeyValueCache:
         self.keys = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
         self.values = [torch.zeros(shape, device=device, dtype=dtype) for shape in shapes]
 
+    def copy(self, slot: int, copies: Int[Tensor, " M"], num_tokens: int) -> None:
+        """Gives ``copies`` the first ``num_tokens`` positions of ``slot``, which may hold at most one token more.
+
+        That token is in the way only on a ring, in the row where each copy will write its own token of that position.
+        """
+        for window, keys, values in zip(self.windows, self.keys, self.values, strict=True):
+            rows = num_tokens if window is None else window
+            keys[copies, :, :rows] = keys[slot, :, :rows].clone()
+            values[copies, :, :rows] = values[slot, :, :rows].clone()
+
     def attend(self, chunks: Sequence[Chunk]) -> "CachedAttention":
         """The ``attend`` of one forward over ``chunks``, whose tokens are packed in this order."""
         return CachedAttention(self, chunks)

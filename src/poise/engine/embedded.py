@@ -43,6 +43,7 @@ class _Request:
     max_tokens: int
     uniforms: NDArray[np.float64]
     future: "asyncio.Future[Action]"
+    leader: "_Slot | None" = None  # prefills the same prompt; this request waits and copies
     sampled_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 
@@ -52,7 +53,7 @@ class EmbeddedEngine:
 
     ``return_id``: the stop token that ends an episode for good (its slot is reused first); every id of ``stop_ids``
     ends an action. More episodes than ``num_slots`` may run: the slot idle longest is evicted and its episode prefilled
-    again.
+    again. Requests that start together from the same prompt, as the episodes of a group do, prefill it once.
     """
 
     def __init__(
@@ -180,11 +181,43 @@ class EmbeddedEngine:
             else:
                 _occupy(slot_or_none, request)
         self._waiting = still_waiting
+        self._share_prompts()
+
+    def _share_prompts(self) -> None:
+        """Of new requests with the same prompt the first prefills it; the others follow."""
+        leaders: dict[tuple[int, ...], _Slot] = {}
+        for slot in self._slots:
+            request = slot.request
+            if request is not None and not slot.cached_ids and request.leader is None and len(request.token_ids) > 1:
+                leader = leaders.setdefault(tuple(request.token_ids), slot)
+                request.leader = None if leader is slot else leader
+
+    def _follow(self, active: Sequence[_Slot]) -> None:
+        """Followers take over a prompt that their leader has just finished; without its last token, which they feed
+        themselves to get their own logits."""
+        followers: dict[int, list[_Slot]] = {}
+        for slot in active:
+            request = slot.request
+            if request is None or request.leader is None:
+                continue
+            leader, prompt = request.leader, request.token_ids
+            if leader.cached_ids == prompt:
+                slot.cached_ids = prompt[:-1]
+                followers.setdefault(leader.index, []).append(slot)
+                request.leader = None
+            elif leader.request is None or leader.request.token_ids != prompt:
+                request.leader = None  # it was cancelled: everybody for himself
+        for index, slots in followers.items():
+            num_tokens = len(slots[0].cached_ids)
+            copies = torch.tensor([slot.index for slot in slots], device=self._routes.device)
+            self._cache.copy(index, copies, num_tokens)
+            self._routes[copies, :num_tokens] = self._routes[index, :num_tokens]
 
     @torch.inference_mode()
     def _step(self, active: Sequence[_Slot]) -> None:
         """One forward for every active slot: a sampled token, or a piece of its prompt."""
         self._clock += 1
+        self._follow(active)
         slot_of = {slot.index: slot for slot in active}
         chunks = self._next_chunks(active)
         fed = [
@@ -219,6 +252,8 @@ class EmbeddedEngine:
         budget = self.max_prefill_tokens
         chunks = []
         for slot in active:
+            if slot.request is not None and slot.request.leader is not None:
+                continue
             start, num_tokens = len(slot.cached_ids), len(_tokens_to_feed(slot))
             if num_tokens > 1 or start == 0:
                 num_tokens = min(num_tokens, budget, MAX_CONTINUING_TOKENS if start else num_tokens)

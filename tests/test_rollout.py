@@ -201,6 +201,7 @@ def test_metrics_by_hand():
     metrics = episode_metrics([solved, failed])
     assert metrics["reward_mean"] == 0.5
     assert metrics["reward_std"] == 0.5
+    assert metrics["solved"] == 0.5
     assert metrics["episode_turns"] == 1.5
     assert metrics["tool_calls"] == 2.0
     assert metrics["stop_done"] == 1.0

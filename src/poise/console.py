@@ -79,6 +79,7 @@ def metric_rows(*evaluations: Mapping[str, float]) -> list[list[str]]:
     known = {
         "reward_mean": "reward (mean)",
         "reward_std": "reward (standard deviation)",
+        "solved": "accuracy: share of episodes with reward 1",
         "share_with_tool": "episodes with a tool call",
         "solved_with_tool": "solved episodes with a tool call",
         "episode_turns": "turns per episode",
@@ -91,7 +92,7 @@ def metric_rows(*evaluations: Mapping[str, float]) -> list[list[str]]:
     for metrics in evaluations:
         for name in metrics:
             names.setdefault(name, name.replace("stop_", "stopped: ").replace("_", " "))
-    shares = {"share_with_tool", "solved_with_tool", *(name for name in names if name.startswith("stop_"))}
+    shares = {"solved", "share_with_tool", "solved_with_tool", *(name for name in names if name.startswith("stop_"))}
     return [
         [label, *(f"{m.get(name, 0.0):.1%}" if name in shares else f"{m.get(name, 0.0):.3f}" for m in evaluations)]
         for name, label in names.items()

@@ -189,13 +189,14 @@ class _Stream:
 def episode_metrics(episodes: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
     """Means over episodes (each a list of its Trajectories): reward, turns, tokens, tool use, shares of stop reasons.
 
-    ``tool_calls`` and ``tool_errors`` are per episode; ``solved_with_tool`` is the share of episodes with a tool call
-    among those with reward 1 or more, ``share_with_tool`` among all.
+    ``solved``: share with reward 1 or more. ``tool_calls`` and ``tool_errors`` are per episode; ``solved_with_tool`` is
+    the share of episodes with a tool call among the solved ones, ``share_with_tool`` among all.
     """
     rewards = np.array([episode[0].reward for episode in episodes])
     metrics = {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
+        "solved": float((rewards >= 1).mean()),
         "episode_turns": float(np.mean([sum(len(t.turns) for t in episode) for episode in episodes])),
         "episode_tokens": float(np.mean([sum(len(t.token_ids) for t in episode) for episode in episodes])),
         "response_tokens_per_episode": float(

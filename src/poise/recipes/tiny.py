@@ -37,10 +37,10 @@ def gsm8k_tiny() -> Config:
         model=TINY,
         task=TaskConfig(name="gsm8k", describes_tools=False),
         rollout=RolloutConfig(
-            groups_per_step=8, group_size=8, max_turns=10, max_action_tokens=256, max_context_tokens=2048, num_slots=64
+            groups_per_step=8, group_size=8, max_turns=8, max_action_tokens=256, max_context_tokens=1536, num_slots=64
         ),
         algorithm=AlgorithmConfig(),
-        optimizer=OptimizerConfig(learning_rate=3e-4),
-        warm_start=WarmStartConfig(steps=300, demonstrations_per_step=16),
+        optimizer=OptimizerConfig(learning_rate=5e-4),
+        warm_start=WarmStartConfig(steps=400, demonstrations_per_step=16, learning_rate=2e-3, warmup_steps=30),
         run=RunConfig(name="gsm8k_tiny", steps=20),
     )

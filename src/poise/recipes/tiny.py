@@ -25,9 +25,9 @@ def arithmetic_tiny() -> Config:
             groups_per_step=16, group_size=8, max_turns=3, max_action_tokens=72, max_context_tokens=384
         ),
         algorithm=AlgorithmConfig(),
-        optimizer=OptimizerConfig(learning_rate=5e-4),
-        warm_start=WarmStartConfig(steps=1200, demonstrations_per_step=32, learning_rate=2e-3, warmup_steps=30),
-        run=RunConfig(name="arithmetic_tiny", steps=30),
+        optimizer=OptimizerConfig(learning_rate=2e-4),
+        warm_start=WarmStartConfig(steps=1400, demonstrations_per_step=32, learning_rate=2e-3, warmup_steps=30),
+        run=RunConfig(name="arithmetic_tiny", steps=50),
     )
 
 
@@ -40,7 +40,7 @@ def gsm8k_tiny() -> Config:
             groups_per_step=8, group_size=8, max_turns=8, max_action_tokens=256, max_context_tokens=1536, num_slots=64
         ),
         algorithm=AlgorithmConfig(),
-        optimizer=OptimizerConfig(learning_rate=5e-4),
+        optimizer=OptimizerConfig(learning_rate=2e-4),
         warm_start=WarmStartConfig(steps=400, demonstrations_per_step=16, learning_rate=2e-3, warmup_steps=30),
         run=RunConfig(name="gsm8k_tiny", steps=20),
     )

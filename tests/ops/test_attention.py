@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from poise.ops.attention import KERNELS as ALL_KERNELS
-from poise.ops.attention import chosen_kernel, sink_attention, unavailable_reason
+from poise.ops.attention import chosen_kernel, remembered_bounds, sink_attention, unavailable_reason
 
 KERNELS = ("reference", "cpu")
 WINDOWS = (None, 1, 16, 127, 128)
@@ -186,16 +186,38 @@ def test_a_packed_neighbour_changes_nothing(kernel, window):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_non_contiguous_operands_and_no_tokens(kernel):
-    q, k, v, sinks = operands(20, 4, 2, 6)
-    expected = sink_attention(q, k, v, sinks, cu_seqlens=borders([20]), window=8, kernel=kernel)
-    strided = [x.detach().transpose(0, 2).contiguous().transpose(0, 2) for x in (q, k, v)]
-    assert not strided[0].is_contiguous()
-    actual = sink_attention(*strided, sinks, cu_seqlens=borders([20]), window=8, kernel=kernel)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-14)
-    empty = sink_attention(q[:0], k[:0], v[:0], sinks, cu_seqlens=borders([0]), kernel=kernel)
-    assert empty.shape == (0, 4, 6)
-    empty.sum().backward()
+@pytest.mark.parametrize("window", [None, 1, 8])
+@pytest.mark.parametrize("num_tokens", [20, 64])  # 64: whole blocks, nothing to pad
+def test_non_contiguous_operands(kernel, window, num_tokens):
+    inputs = operands(num_tokens, 4, 2, 6)
+    grad_out = torch.randn_like(inputs[0])
+    common = {"cu_seqlens": borders([num_tokens]), "window": window, "kernel": kernel}
+    expected = with_grads(inputs, grad_out, **common)
+    strided = [x.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_() for x in inputs[:3]]
+    assert not any(x.is_contiguous() for x in strided)
+    turned = grad_out.transpose(0, 2).contiguous().transpose(0, 2)
+    assert_close(with_grads([*strided, inputs[3]], turned, **common), expected, 1e-12)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_no_tokens(kernel):
+    q, k, v, sinks = operands(0, 4, 2, 6)
+    out = sink_attention(q, k, v, sinks, cu_seqlens=borders([0]), kernel=kernel)
+    assert out.shape == (0, 4, 6)
+    out.sum().backward()  # every operand has a gradient, as data-parallel wrappers want it
+    assert torch.equal(sinks.grad, torch.zeros(4, dtype=torch.float64))
+    assert all(x.grad.shape == x.shape for x in (q, k, v))
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_training_after_sampling(window):
+    # What a layout keeps for the next call must serve training too, though inference mode asked for it first.
+    inputs, common = operands(60, 2, 1, 4), {"cu_seqlens": borders([23, 37]), "window": window, "kernel": "cpu"}
+    with torch.inference_mode():
+        sampled = sink_attention(*[x.detach().clone() for x in inputs], **common)
+    out, *grads = with_grads(inputs, torch.ones_like(inputs[0]), **common)
+    assert torch.equal(out, sampled.clone())
+    assert all((x != 0).any() for x in grads)
 
 
 def test_result_is_the_callers_own():
@@ -303,11 +325,26 @@ def test_cu_seqlens_that_are_written_to_are_read_again():
     assert not torch.equal(parts, whole)
     with pytest.raises(ValueError, match="from 0 to 7"):
         sink_attention(q[:7], k[:7], v[:7], sinks, cu_seqlens=cu_seqlens)
+    cu_seqlens.numpy()[1] = 4  # which torch does not see
+    other = sink_attention(q, k, v, sinks, cu_seqlens=cu_seqlens)
+    torch.testing.assert_close(other, sink_attention(q, k, v, sinks, cu_seqlens=borders([4, 4])), rtol=0, atol=0)
     with torch.inference_mode():  # such tensors do not tell when they were written to
         cu_seqlens = borders([8])
         torch.testing.assert_close(sink_attention(q, k, v, sinks, cu_seqlens=cu_seqlens), whole, rtol=0, atol=0)
         cu_seqlens.resize_(3).copy_(borders([3, 5]))
         torch.testing.assert_close(sink_attention(q, k, v, sinks, cu_seqlens=cu_seqlens), parts, rtol=0, atol=0)
+
+
+def test_borders_are_remembered_until_torch_writes():
+    cu_seqlens = borders([3, 5])
+    assert remembered_bounds(cu_seqlens, 8) == (0, 3, 8)
+    cu_seqlens.numpy()[1] = 4  # shows that it is not read again; on the CPU, sink_attention does not rely on this
+    assert remembered_bounds(cu_seqlens, 8) == (0, 3, 8)
+    cu_seqlens[1] = 6
+    assert remembered_bounds(cu_seqlens, 8) == (0, 6, 8)
+    with pytest.raises(ValueError, match="from 0 to 9"):
+        remembered_bounds(cu_seqlens, 9)
+    assert remembered_bounds(borders([1, 7]), 8) == (0, 1, 8)
 
 
 def test_auto_logs_its_choice_once(caplog):

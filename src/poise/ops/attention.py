@@ -40,7 +40,8 @@ def sink_attention(
     ``scale`` defaults to C**-0.5. ``kernel``: "auto" takes the first of ``KERNELS`` that runs here and logs it once;
     all of them have the sinks and their gradient. Raises ValueError for operands that do not fit together and
     RuntimeError, with the reason, for a kernel that cannot run them. Reading ``cu_seqlens`` waits for the device once
-    per tensor, so layers that share it wait once.
+    per tensor, so layers that share it wait once. Torch's own writes to such a tensor are noticed; those of a
+    collective or of a custom GPU kernel are not: hand over a new tensor then.
     """
     if kernel != "auto" and kernel not in KERNELS:
         raise ValueError(f"kernel must be one of auto, {', '.join(KERNELS)}, got {kernel!r}")
@@ -51,7 +52,7 @@ def sink_attention(
         raise RuntimeError(f"kernel {kernel!r} cannot run here: {reason}")
     bounds = _cached_bounds(cu_seqlens, len(q))
     if len(q) == 0:
-        return q * 1  # keeps the result in the graph of q
+        return q + (k.sum() + v.sum() + sinks.sum())  # in the graph of all four, each with a gradient of 0
     return _run(kernel)(q, k, v, sinks, bounds, window, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
@@ -141,8 +142,14 @@ _known_bounds: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _cached_bounds(cu_seqlens: Tensor, num_tokens: int) -> tuple[int, ...]:
-    if cu_seqlens.is_inference():  # such a tensor has no version
+    # Reading is free on the CPU, where NumPy may share the memory; a tensor of inference mode has no version.
+    if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():
         return sequence_bounds(cu_seqlens, num_tokens)
+    return remembered_bounds(cu_seqlens, num_tokens)
+
+
+def remembered_bounds(cu_seqlens: Int[Tensor, " N1"], num_tokens: int) -> tuple[int, ...]:
+    """``sequence_bounds``, read once per tensor until torch writes to it."""
     version, bounds = _known_bounds.get(cu_seqlens, (None, ()))
     if version != cu_seqlens._version or bounds[-1] != num_tokens:
         bounds = sequence_bounds(cu_seqlens, num_tokens)

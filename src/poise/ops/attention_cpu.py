@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -108,12 +109,12 @@ def _batches(bounds: tuple[int, ...]) -> _Batches:
             groups[-1].append((length, start))
         else:
             groups.append([(length, start)])
-    gather, place, offset = [], torch.empty(bounds[-1], dtype=torch.int64), 0
+    gather, place, offset = [], torch.empty(bounds[-1], dtype=torch.int64, device="cpu"), 0
     for group in groups:
         longest = group[0][0]
         for length, start in group:
-            gather.append(torch.arange(start, start + longest).clamp_(max=start + length - 1))
-            place[start : start + length] = torch.arange(offset, offset + length)
+            gather.append(torch.arange(start, start + longest, device="cpu").clamp_(max=start + length - 1))
+            place[start : start + length] = torch.arange(offset, offset + length, device="cpu")
             offset += longest
     return _Batches(torch.cat(gather), place, tuple((len(group), group[0][0]) for group in groups))
 
@@ -137,6 +138,7 @@ class _FullAttention(torch.autograd.Function):
         return result.clone() if batches.place is None and len(outs) == 1 else result
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         sinks, *saved = ctx.saved_tensors
         batches: _Batches = ctx.batches
@@ -157,20 +159,21 @@ class _FullAttention(torch.autograd.Function):
 
 
 @lru_cache(maxsize=2)  # every sliding layer of a forward asks for the same
+@torch.inference_mode(False)  # the first to ask may be sampling, the next one training
 def _window_mask(bounds: tuple[int, ...], window: int, block: int, dtype: torch.dtype) -> Tensor:
     """Additive mask [blocks, 1, block, window - 1 + block]: 0 where the query sees the key, else -inf."""
     num_tokens = bounds[-1]
     num_rows = -(-num_tokens // block) * block
-    position = torch.arange(num_rows)
-    borders = torch.tensor(bounds)
+    position = torch.arange(num_rows, device="cpu")
+    borders = torch.tensor(bounds, device="cpu")
     starts = torch.repeat_interleave(borders[:-1], borders.diff())
     first = F.pad(starts, (0, num_rows - num_tokens), value=num_rows)
     # Rows behind the last token see only themselves, so that their softmax is finite; nothing reads them.
     first = torch.maximum(first, position - window + 1).minimum(position).view(-1, block, 1)
     position = position.view(-1, block, 1)
-    key = position[:, :1] + torch.arange(1 - window, block)
+    key = position[:, :1] + torch.arange(1 - window, block, device="cpu")
     hidden = (key < first) | (key > position)
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf).unsqueeze(1)
+    return torch.zeros(hidden.shape, dtype=dtype, device="cpu").masked_fill_(hidden, -torch.inf).unsqueeze(1)
 
 
 def _overlapping_blocks(x: Tensor, num_blocks: int, block: int, before: int) -> Tensor:
@@ -209,13 +212,14 @@ class _SlidingAttention(torch.autograd.Function):
         num_blocks = -(-num_tokens // block)
         mask = _window_mask(bounds, window, block, q.dtype)
         q_b = _query_blocks(q.contiguous(), num_blocks, block)
-        k_b, v_b = (_overlapping_blocks(x, num_blocks, block, before) for x in (k, v))
+        k_b, v_b = (_overlapping_blocks(x.contiguous(), num_blocks, block, before) for x in (k, v))
         out, lse = _forward_with_sinks(q_b, k_b, v_b, sinks, mask, scale)
         ctx.save_for_backward(sinks, q_b, k_b, v_b, out, lse, mask)
         ctx.num_tokens, ctx.before, ctx.scale = num_tokens, before, scale
         return out.transpose(1, 2).flatten(0, 1)[:num_tokens].clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         sinks, q_b, k_b, v_b, out, lse, mask = ctx.saved_tensors
         num_blocks, _, block, _ = q_b.shape

@@ -14,7 +14,7 @@ import torch
 from test_attention import assert_close, borders, operands, transformers_attention, with_grads
 
 from poise.ops.attention import sink_attention
-from poise.ops.attention_flash import Packing, attend, interface, unavailable_reason
+from poise.ops.attention_flash import Packing, _on_device, attend, interface, unavailable_reason
 
 LENGTHS = (1, 63, 128, 129, 30)
 
@@ -243,6 +243,22 @@ def test_gradcheck_of_every_element(name):
     assert torch.autograd.gradcheck(
         lambda *inputs: attend(flash, *inputs, packing([1, 4, 2], 2, 2)), operands(7, 2, 1, 2, sink=1.0)
     )
+
+
+def test_second_derivatives_are_refused():
+    # FlashAttention 2 and 3 write gradients without a graph: their own gradient would be lost without a word.
+    inputs = operands(4, 2, 1, 8)
+    out = attend(interface(*STAND_INS["2"]), *inputs, packing([4], None, 8))
+    grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grads[0].sum().backward()
+
+
+def test_borders_that_sampling_asked_for_first_serve_training():
+    with torch.inference_mode():
+        on_device = _on_device((0, 3, 7), torch.device("cpu"))
+    assert not on_device.is_inference()  # FlashAttention 4 saves them for its backward pass, which refuses such tensors
+    assert on_device.tolist() == [0, 3, 7]
 
 
 def like(function):

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 MODULES = {
     2: ("flash_attn.flash_attn_interface",),
@@ -89,8 +90,10 @@ def unavailable_reason(version: int, device: torch.device, dtype: torch.dtype, h
         return f"it takes head dims up to {largest} that 8 divides, not {head_dim}"
     try:
         load(version)
-    except (ImportError, RuntimeError, OSError) as error:  # OSError: a library of another CUDA version
+    except (ImportError, RuntimeError) as error:
         return str(error)
+    except Exception as error:  # other people's code, some of it beta: a broken one must not take the others along
+        return f"{MODULES[version][0]} does not load: {type(error).__name__}: {error}"
     return None
 
 
@@ -131,6 +134,7 @@ class _FlashWithSinks(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
@@ -141,6 +145,7 @@ class _FlashWithSinks(torch.autograd.Function):
 
 
 @lru_cache(maxsize=16)  # every layer of a forward asks for the same
+@torch.inference_mode(False)  # the first to ask may be sampling, the next one training
 def _on_device(bounds: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(bounds, dtype=torch.int32, device=device)
 

@@ -59,6 +59,15 @@ def test_every_position_sees_what_the_trainer_sees(pieces):
         assert (fed(SLIDING, q, k, v, sinks, pieces) - wrong).abs().max() > 1e-3
 
 
+def test_layers_read_the_borders_of_fresh_prompts_once():
+    # sink_attention remembers them by their version, which a tensor of inference mode does not have.
+    with torch.inference_mode():
+        attention = empty_cache().attend([Chunk(slot=i, start=0, num_tokens=n) for i, n in enumerate((3, 4))])
+    assert not attention.fresh_cu_seqlens.is_inference()
+    assert attention.fresh_cu_seqlens.dtype == torch.int32
+    assert attention.fresh_cu_seqlens.tolist() == [0, 3, 7]
+
+
 @pytest.mark.parametrize("pieces", FEEDINGS.values(), ids=FEEDINGS.keys())
 def test_distance_127_matters_and_128_does_not(pieces):
     q, k, v, sinks = tokens()

@@ -7,6 +7,7 @@ that the trainer's sliding layer sees (the token itself and the window - 1 befor
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -86,8 +87,10 @@ class CachedAttention:
         if self.continuing:
             self.padded = _PaddedChunks(self.continuing, first_token=self.num_decode, cache=cache)
         if self.fresh:
-            fresh_lengths = torch.tensor([0] + [c.num_tokens for c in self.fresh], device=device)
-            self.fresh_cu_seqlens = fresh_lengths.cumsum(0).to(torch.int32)
+            borders = [0, *accumulate(c.num_tokens for c in self.fresh)]
+            # Of inference mode it would have no version, and each layer would wait for the device to read it again.
+            with torch.inference_mode(False):
+                self.fresh_cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=device)
 
     def __call__(
         self,

@@ -93,6 +93,28 @@ def test_a_packed_neighbour_gets_no_gradient(how):
     assert (embeddings.grad[:, 6:26] != 0).all(dim=-1).all()
 
 
+def test_packed_rows_with_padding():
+    # Positions restart within the rows, and the rows are padded: eager sees each sequence alone.
+    eager, poise = twins()
+    rows, lengths = tokens(3, 12), [[5, 4], [12], [1, 2, 3]]
+    mask, positions, weight = torch.zeros(3, 12).int(), torch.zeros(3, 12).int(), torch.randn(12, 40).double()
+    expected_loss = 0
+    expected, where = [], []
+    for row, (start, pieces) in enumerate(zip((3, 0, 2), lengths, strict=True)):
+        for n in pieces:
+            mask[row, start : start + n] = 1
+            positions[row, start : start + n] = torch.arange(n)
+            expected.append(eager(input_ids=rows[row : row + 1, start : start + n]).logits[0])
+            where.append((row, slice(start, start + n)))
+            expected_loss = expected_loss + (expected[-1] * weight[start : start + n]).sum()
+            start += n
+    logits = poise(input_ids=rows, attention_mask=mask, position_ids=positions).logits
+    for (row, place), x in zip(where, expected, strict=True):
+        torch.testing.assert_close(logits[row, place], x, rtol=1e-10, atol=1e-10)
+    actual = grads_of(poise, (logits * weight * mask.unsqueeze(-1)).sum())
+    assert_same_grads(actual, grads_of(eager, expected_loss), 1e-10)
+
+
 def test_two_packed_rows():
     # Rows may be packed differently; one row of positions stands for all rows.
     eager, poise = twins()
@@ -117,6 +139,31 @@ def test_positions_that_are_written_to_are_read_again():
     halves = poise(input_ids=ids, position_ids=positions).logits
     torch.testing.assert_close(halves[:, 4:], poise(input_ids=ids[:, 4:]).logits, rtol=1e-10, atol=1e-10)
     assert (halves[:, 4:] - whole[:, 4:]).abs().max() > 1e-3
+    # The same beside a mask that stays the same.
+    q, k, v = layer_inputs(batch=1, queries=8, keys=8)
+    mask, sinks = torch.tensor([[True] * 7 + [False]]), torch.zeros(8, dtype=torch.float64)
+    as_halves, _ = attend(Layer(), q, k, v, mask, s_aux=sinks, position_ids=positions)
+    positions.copy_(torch.arange(8))
+    for whole_positions in (positions, torch.arange(8).unsqueeze(0)):
+        as_whole, _ = attend(Layer(), q, k, v, mask, s_aux=sinks, position_ids=whole_positions)
+        torch.testing.assert_close(as_whole[:, :4], as_halves[:, :4], rtol=1e-12, atol=1e-12)
+        assert (as_whole[:, 4:7] - as_halves[:, 4:7]).abs().max() > 1e-3
+
+
+def test_training_after_evaluation_of_the_same_batch():
+    _, poise = twins()
+    input_ids, mask = padded(["left", "right"])
+    q, k, v = (x.requires_grad_() for x in layer_inputs())
+    sinks = torch.randn(8, dtype=torch.float64)
+    layer_mask = torch.tensor([[True] * 10, [False] * 4 + [True] * 6])
+    with torch.inference_mode():
+        poise(input_ids=input_ids, attention_mask=mask)
+        evaluated, _ = attend(Layer(), q.detach(), k.detach(), v.detach(), layer_mask, s_aux=sinks, sliding_window=4)
+    trained, _ = attend(Layer(), q, k, v, layer_mask, s_aux=sinks, sliding_window=4)
+    torch.testing.assert_close(trained.detach(), evaluated.clone(), rtol=0, atol=0)
+    trained.sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+    poise(input_ids=input_ids, attention_mask=mask, labels=input_ids).loss.backward()
 
 
 def test_generation_with_a_cache_equals_eager():
@@ -252,6 +299,10 @@ def test_rows_that_see_nothing_give_zero_and_finite_gradients():
         ({"position_ids": torch.zeros(3, 2, 10)}, "position_ids must be"),
         ({"position_ids": torch.zeros(2, 9)}, "position_ids must be"),
         ({"cu_seq_lens_q": torch.tensor([0, 20])}, "one packed row, but the batch has 2"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 20]), "attention_mask": torch.tensor([[1] * 10, [1] * 9 + [0]])},
+            "cu_seq_lens_q and an attention_mask with padding",
+        ),
     ],
 )
 def test_errors_name_the_argument(change, words):
@@ -279,6 +330,12 @@ def test_more_queries_than_keys_are_refused():
     q, k, v = layer_inputs(queries=11)
     with pytest.raises(ValueError, match="11 queries cannot end with 10 keys"):
         attend(Layer(), q, k, v, None, s_aux=torch.zeros(8, dtype=torch.float64))
+
+
+def test_packed_sequences_behind_a_cache_are_refused():
+    q, k, v = layer_inputs(batch=1, queries=3)
+    with pytest.raises(ValueError, match="cu_seq_lens_q cannot say"):
+        attend(Layer(), q, k, v, None, s_aux=torch.zeros(8), cu_seq_lens_q=torch.tensor([0, 3]))
 
 
 def test_a_static_cache_and_other_masks_are_refused():

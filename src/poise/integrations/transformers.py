@@ -4,19 +4,21 @@
     register()
     model = AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", attn_implementation="poise")
 
-Batches may be padded on either side (``attention_mask`` [B, T]) or packed (``position_ids`` that restart, or
-``cu_seq_lens_q`` with one row); no [T, T] mask is made. Where the keys are longer than the queries, as in generation
-with a dynamic cache, scores of a block of queries are held at a time. Refused, never computed wrongly: static and paged
-caches, 4D masks, masks with gaps, dropout, soft caps, models whose attention has no sinks.
+Batches may be padded on either side (``attention_mask`` [B, T]), packed (``position_ids`` that restart, or
+``cu_seq_lens_q`` with one row and no padding), or both; no [T, T] mask is made. Where the keys are longer than the
+queries, as in generation with a dynamic cache, plain torch holds the scores of a block of queries at a time. Refused,
+never computed wrongly: static and paged caches, 4D masks, masks with gaps, dropout, soft caps, models whose attention
+has no sinks.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 from poise.ops.attention import sink_attention
 
@@ -28,8 +30,9 @@ QUERY_BLOCK = 128
 def register(*, kernel: str = "auto", sequence_parallel_rank: Callable[[], int] | None = None) -> None:
     """Registers ``attn_implementation="poise"`` with Transformers; calling it again replaces the choices.
 
-    ``kernel``: as ``poise.ops.attention.sink_attention``'s. ``sequence_parallel_rank``: this process's rank in the
-    group over which a sequence-parallel wrapper has split the heads; needed to slice the sinks to them.
+    ``kernel``: as ``poise.ops.attention.sink_attention``'s; queries behind a cache do not use it.
+    ``sequence_parallel_rank``: this process's rank in the group over which a sequence-parallel wrapper has split the
+    heads; needed to slice the sinks to them.
     Raises ModuleNotFoundError without Transformers.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -72,6 +75,8 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     with torch.autocast(query.device.type, enabled=False):
         if query.shape[2] != key.shape[2]:
+            if cu_seq_lens_q is not None:
+                raise ValueError("cu_seq_lens_q cannot say which keys of a cache belong to which packed sequence")
             return _attend_to_cache(query, key, value, sinks, attention_mask, sliding_window, scale), None
         rows, cu_seqlens = _sequences(query, attention_mask, position_ids, cu_seq_lens_q, cu_seq_lens_k)
         batch, num_heads, length, channels = query.shape
@@ -154,8 +159,10 @@ def _local_sinks(s_aux: Tensor, num_heads: int, sequence_parallel_rank: Callable
 
 # --- where the sequences of a batch begin and end ---
 
-# Read once per tensor: every layer of a forward pass hands over the same mask or positions.
+# Read once per forward: every layer hands over the same tensors.
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+Sequences = tuple[Tensor | None, Tensor]  # places [T] of the tokens in the flattened batch, None for all; cu_seqlens
 
 
 def _sequences(
@@ -164,55 +171,80 @@ def _sequences(
     position_ids: Tensor | None,
     cu_seq_lens_q: Tensor | None,
     cu_seq_lens_k: Tensor | None,
-) -> tuple[Tensor | None, Tensor]:
-    """(places [T] of the tokens in the flattened batch or None for all, ``cu_seqlens`` [N1])."""
+) -> Sequences:
     batch, _, length, _ = query.shape
+
+    def from_mask() -> Sequences:
+        assert attention_mask is not None
+        is_start = None if position_ids is None else _starts(batch, length, position_ids)
+        return _from_mask(attention_mask, is_start)
+
+    def from_cu_seq_lens() -> Sequences:
+        assert cu_seq_lens_q is not None
+        return _from_cu_seq_lens(batch, cu_seq_lens_q, cu_seq_lens_k)
+
+    def from_positions() -> Sequences:
+        assert position_ids is not None
+        starts = _starts(batch, length, position_ids).flatten().nonzero().squeeze(1)
+        return None, torch.nn.functional.pad(starts, (0, 1), value=batch * length).int()
+
     if attention_mask is not None:
-        return _once(attention_mask, (batch, length), lambda: _from_mask(attention_mask))
+        if cu_seq_lens_q is not None:
+            raise ValueError("cu_seq_lens_q and an attention_mask with padding exclude each other: pass one of them")
+        return _once(from_mask, (batch, length), attention_mask, position_ids)
     if cu_seq_lens_q is not None:
-        return _once(cu_seq_lens_q, (batch, length), lambda: _from_cu_seq_lens(batch, cu_seq_lens_q, cu_seq_lens_k))
+        return _once(from_cu_seq_lens, (batch, length), cu_seq_lens_q, cu_seq_lens_k)
     if position_ids is not None:
-        return _once(position_ids, (batch, length), lambda: _from_positions(batch, length, position_ids))
-    return None, torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
+        return _once(from_positions, (batch, length), position_ids)
+    return None, _full_rows(batch, length, query.device)
 
 
-def _once(
-    key: Tensor, shape: tuple[int, int], read: Callable[[], tuple[Tensor | None, Tensor]]
-) -> tuple[Tensor | None, Tensor]:
-    if key.is_inference():  # has no version that would tell whether it was written to
+def _once(read: Callable[[], Sequences], shape: tuple[int, int], key: Tensor, other: Tensor | None = None) -> Sequences:
+    """``read()``, remembered until torch writes to one of the tensors or another one takes its place."""
+    tensors = [key] if other is None else [key, other]
+    if any(x.is_inference() for x in tensors):  # has no version that would tell whether it was written to
         return read()
-    token = (key._version, shape)
+    token = (shape, [(WeakIdRef(x), x._version) for x in tensors])
     known = _known.get(key)
     if known is None or known[0] != token:
-        known = (token, read())
+        with torch.inference_mode(False):  # the first to ask may be sampling, the next one training
+            known = (token, read())
         _known[key] = known
     return known[1]
 
 
-def _from_mask(attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-    mask = attention_mask.bool()
-    changes = (mask[:, 1:] & ~mask[:, :-1]).sum(dim=1) + mask[:, 0]
-    if (changes > 1).any():
+@lru_cache(maxsize=4)
+@torch.inference_mode(False)
+def _full_rows(batch: int, length: int, device: torch.device) -> Tensor:
+    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
+
+
+def _starts(batch: int, length: int, position_ids: Tensor) -> Bool[Tensor, "B T"]:
+    """True where a row or, within it, a packed sequence begins."""
+    if position_ids.dim() != 2 or position_ids.shape[1] != length or position_ids.shape[0] not in (1, batch):
+        raise ValueError(f"position_ids must be [{batch} or 1, {length}], got {list(position_ids.shape)}")
+    is_start = torch.ones(batch, length, dtype=torch.bool, device=position_ids.device)
+    is_start[:, 1:] = position_ids.diff(dim=1) != 1
+    return is_start
+
+
+def _from_mask(attention_mask: Tensor, is_start: Tensor | None) -> Sequences:
+    is_token = attention_mask.bool()
+    begins = is_token.clone()
+    begins[:, 1:] &= ~is_token[:, :-1]
+    if (begins.sum(dim=1) > 1).any():
         raise ValueError(
             "attention_mask has a gap between the tokens of a row: attn_implementation 'poise' takes padding on the "
             "left and on the right"
         )
-    lengths = mask.sum(dim=1, dtype=torch.int32)
-    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-    return mask.flatten().nonzero().squeeze(1), cu_seqlens
+    if is_start is not None:
+        begins |= is_start & is_token
+    rows = is_token.flatten().nonzero().squeeze(1)
+    starts = begins.flatten()[rows].nonzero().squeeze(1)
+    return rows, torch.nn.functional.pad(starts, (0, 1), value=len(rows)).int()
 
 
-def _from_positions(batch: int, length: int, position_ids: Tensor) -> tuple[None, Tensor]:
-    if position_ids.dim() != 2 or position_ids.shape[1] != length or position_ids.shape[0] not in (1, batch):
-        raise ValueError(f"position_ids must be [{batch} or 1, {length}], got {list(position_ids.shape)}")
-    positions = position_ids.expand(batch, length)
-    is_start = torch.ones(batch, length, dtype=torch.bool, device=position_ids.device)
-    is_start[:, 1:] = positions.diff(dim=1) != 1
-    starts = is_start.flatten().nonzero().squeeze(1)
-    return None, torch.nn.functional.pad(starts, (0, 1), value=batch * length).int()
-
-
-def _from_cu_seq_lens(batch: int, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None) -> tuple[None, Tensor]:
+def _from_cu_seq_lens(batch: int, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None) -> Sequences:
     if batch != 1:
         raise ValueError(f"cu_seq_lens_q describes one packed row, but the batch has {batch}")
     if not (cu_seq_lens_k is None or cu_seq_lens_k is cu_seq_lens_q or torch.equal(cu_seq_lens_q, cu_seq_lens_k)):
@@ -233,22 +265,24 @@ def _attend_to_cache(
     scale: float,
 ) -> Float[Tensor, "B Tq H C"]:
     """The last query stands at the last key; a query that sees no key gives 0."""
-    num_heads, num_queries, num_keys, dtype = query.shape[1], query.shape[2], key.shape[2], query.dtype
+    num_queries, num_keys, num_kv_heads, dtype = query.shape[2], key.shape[2], key.shape[1], query.dtype
     if num_queries > num_keys:
         raise ValueError(f"{num_queries} queries cannot end with {num_keys} keys")
     if dtype in (torch.float16, torch.bfloat16):
         query, key, value, sinks = query.float(), key.float(), value.float(), sinks.float()
-    groups = num_heads // key.shape[1]
-    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    # Heads that share keys become further rows of queries, so no key is copied per head.
+    column = sinks.view(1, num_kv_heads, -1, 1, 1)
     outs = []
     for start in range(0, num_queries, QUERY_BLOCK):
-        q = query[:, :, start : start + QUERY_BLOCK]
-        position = torch.arange(q.shape[2], device=q.device) + num_keys - num_queries + start
+        q = query[:, :, start : start + QUERY_BLOCK].unflatten(1, (num_kv_heads, -1))  # [B, K, G, N, C]
+        position = torch.arange(q.shape[3], device=q.device) + num_keys - num_queries + start
         distance = position[:, None] - torch.arange(num_keys, device=q.device)
         is_seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
         if attention_mask is not None:
-            is_seen = is_seen & attention_mask[:, None, None, :].bool()
-        scores = (q @ key.transpose(2, 3) * scale).masked_fill(~is_seen, -torch.inf)
-        column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        outs.append(torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1] @ value)
+            is_seen = is_seen & attention_mask[:, None, None, None, :].bool()
+        scores = (q.flatten(2, 3) @ key.transpose(2, 3) * scale).unflatten(2, q.shape[2:4])
+        scores = scores.masked_fill(~is_seen, -torch.inf)
+        probs = torch.cat((scores, column.expand(*scores.shape[:4], 1)), dim=-1).softmax(dim=-1)[..., :-1]
+        out = (probs.flatten(2, 3) @ value).unflatten(2, q.shape[2:4])
+        outs.append(out.flatten(1, 2))
     return torch.cat(outs, dim=2).transpose(1, 2).to(dtype)

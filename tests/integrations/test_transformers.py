@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from largest import LargestTensor
 from tiny import assert_same_grads, grads_of, tiny_config, twins
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GptOssForCausalLM
 
 from poise.integrations import transformers as integration
@@ -193,17 +193,6 @@ def test_a_prompt_in_two_pieces_equals_the_whole():
     actual = torch.cat([first.logits, second.logits], dim=1)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
     assert_same_grads(grads_of(poise, actual.square().sum()), grads_of(eager, expected.square().sum()), 1e-10)
-
-
-class LargestTensor(TorchDispatchMode):
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(x, torch.Tensor):
-                self.numel = max(self.numel, x.numel())
-        return result
 
 
 @pytest.mark.parametrize("is_padded", [False, True])

@@ -1,17 +1,16 @@
 """Attention with sinks against numbers by hand, against Transformers, and by finite differences."""
 
 import itertools
-import logging
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch.nn.functional as F
+from largest import LargestTensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from poise.ops.attention import KERNELS as ALL_KERNELS
-from poise.ops.attention import chosen_kernel, remembered_bounds, sink_attention, unavailable_reason
+from poise.ops.attention import remembered_bounds, sink_attention
 
 KERNELS = ("reference", "cpu")
 WINDOWS = (None, 1, 16, 127, 128)
@@ -200,6 +199,20 @@ def test_non_contiguous_operands(kernel, window, num_tokens):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("window", [None, 16])
+def test_sinks_of_minus_infinity_are_no_sinks(kernel, window):
+    q, k, v, _ = operands(60, 2, 2, 4)
+    sinks = torch.full((2,), -torch.inf, dtype=torch.float64, requires_grad=True)
+    grad_out = torch.randn_like(q)
+    actual = with_grads((q, k, v, sinks), grad_out, cu_seqlens=borders([60]), window=window, kernel=kernel)
+    is_seen = torch.ones(60, 60, dtype=torch.bool).tril().triu(1 - (window or 60))
+    out = F.scaled_dot_product_attention(*[x.transpose(0, 1) for x in (q, k, v)], attn_mask=is_seen).transpose(0, 1)
+    expected = [out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out), torch.zeros_like(sinks)]
+    assert_close(actual, expected, 1e-12)
+    assert torch.equal(actual[4], expected[4])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_no_tokens(kernel):
     q, k, v, sinks = operands(0, 4, 2, 6)
     out = sink_attention(q, k, v, sinks, cu_seqlens=borders([0]), kernel=kernel)
@@ -257,19 +270,6 @@ def test_two_threads_give_the_same_bits():
     for same_window in (runs[0::2], runs[1::2]):
         for run in same_window[1:]:
             assert all(torch.equal(a, b) for a, b in zip(run, same_window[0], strict=True))
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the most elements that any operator returned."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(x, torch.Tensor):
-                self.numel = max(self.numel, x.numel())
-        return result
 
 
 @pytest.mark.parametrize(("window", "bound"), [(128, 2 * 128), (None, 16)])
@@ -345,29 +345,3 @@ def test_borders_are_remembered_until_torch_writes():
     with pytest.raises(ValueError, match="from 0 to 9"):
         remembered_bounds(cu_seqlens, 9)
     assert remembered_bounds(borders([1, 7]), 8) == (0, 1, 8)
-
-
-def test_auto_logs_its_choice_once(caplog):
-    chosen_kernel.cache_clear()
-    caplog.set_level(logging.INFO, logger="poise")
-    for dtype in (torch.float32, torch.float32, torch.bfloat16):
-        sink_attention(*operands(4, 2, 1, 8, dtype=dtype), cu_seqlens=borders([4]))
-    assert [record.getMessage() for record in caplog.records] == [
-        "attention of float32, head dim 8, on cpu: kernel cpu",
-        "attention of bfloat16, head dim 8, on cpu: kernel cpu",
-    ]
-
-
-def test_auto_warns_where_only_the_reference_runs(caplog):
-    chosen_kernel.cache_clear()
-    assert chosen_kernel(torch.device("meta"), torch.float32, 64) == "reference"
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert "memory grows with the square of the length" in record.getMessage()
-
-
-def test_every_kernel_but_the_reference_says_why_it_cannot_run():
-    reasons = {kernel: unavailable_reason(kernel, torch.device("meta"), torch.float32, 64) for kernel in ALL_KERNELS}
-    assert reasons.pop("reference") is None
-    assert reasons.pop("cpu") == "it takes tensors on the CPU, not on meta"
-    assert all(reasons.values())

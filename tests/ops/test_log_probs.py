@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from largest import LargestTensor
 
 from poise.ops import log_probs as module
 from poise.ops.log_probs import reference_log_probs, token_log_probs
@@ -83,17 +83,6 @@ def test_half_types_accumulate_in_float32():
     torch.testing.assert_close(log_probs.double(), wide[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), wide[1], rtol=1e-5, atol=1e-5)
     assert [g.dtype for g in torch.autograd.grad(log_probs.sum(), (hidden, lm_head))] == [torch.bfloat16] * 2
-
-
-class LargestTensor(TorchDispatchMode):
-    numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(x, torch.Tensor):
-                self.numel = max(self.numel, x.numel())
-        return result
 
 
 def test_memory_is_that_of_a_chunk(monkeypatch):

@@ -131,27 +131,29 @@ class _FullAttention(torch.autograd.Function):
             out, lse = _forward_with_sinks(q_b, k_b, v_b, sinks, None, scale)
             outs.append(out)
             lses.append(lse)
-        ctx.save_for_backward(sinks, *padded[0], *padded[1], *padded[2], *outs, *lses)
+        # The result, which what comes next keeps anyway, stands for its padded batches. Not as a view: autograd lets
+        # nobody write into a view that a function returns, while other writes it notices.
+        result = batches.unpad(outs).detach()
+        ctx.save_for_backward(sinks, result, *padded[0], *padded[1], *padded[2], *lses)
         ctx.batches, ctx.scale = batches, scale
-        result = batches.unpad(outs)
-        # A single sequence's result is a view of what is saved; the caller gets its own copy to write into.
-        return result.clone() if batches.place is None and len(outs) == 1 else result
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        sinks, *saved = ctx.saved_tensors
+        sinks, result, *saved = ctx.saved_tensors
         batches: _Batches = ctx.batches
         n = len(batches.shapes)
-        q, k, v, outs, lses = (saved[i * n : (i + 1) * n] for i in range(5))
+        q, k, v, lses = (saved[i * n : (i + 1) * n] for i in range(4))
+        outs = batches.split(batches.pad(result))
         grads: tuple[list[Tensor], ...] = ([], [], [])
         grad_sinks = torch.zeros_like(sinks)
         grad_outs = batches.split(batches.pad_with_zeros(grad.contiguous()))
         for q_b, k_b, v_b, out, lse, grad_out in zip(q, k, v, outs, lses, grad_outs, strict=True):
+            grad_sinks += _sink_grad(grad_out, out, lse, sinks)  # first: its products are gone when the others come
             parts = _flash_backward(grad_out, q_b, k_b, v_b, out, lse, 0.0, True, scale=ctx.scale)
             for whole, part in zip(grads, parts, strict=True):
                 whole.append(part)
-            grad_sinks += _sink_grad(grad_out, out, lse, sinks)
         return batches.unpad(grads[0]), batches.unpad(grads[1]), batches.unpad(grads[2]), grad_sinks, None, None
 
 
@@ -216,7 +218,7 @@ class _SlidingAttention(torch.autograd.Function):
         out, lse = _forward_with_sinks(q_b, k_b, v_b, sinks, mask, scale)
         ctx.save_for_backward(sinks, q_b, k_b, v_b, out, lse, mask)
         ctx.num_tokens, ctx.before, ctx.scale = num_tokens, before, scale
-        return out.transpose(1, 2).flatten(0, 1)[:num_tokens].clone()
+        return out.transpose(1, 2).flatten(0, 1)[:num_tokens].detach()  # as above
 
     @staticmethod
     @once_differentiable
@@ -224,9 +226,10 @@ class _SlidingAttention(torch.autograd.Function):
         sinks, q_b, k_b, v_b, out, lse, mask = ctx.saved_tensors
         num_blocks, _, block, _ = q_b.shape
         grad_out = _query_blocks(grad.contiguous(), num_blocks, block)
+        grad_sinks = _sink_grad(grad_out, out, lse, sinks)
         grad_q, grad_k, grad_v = _flash_backward(
             grad_out, q_b, k_b, v_b, out, lse, 0.0, False, attn_mask=mask, scale=ctx.scale
         )
         grad_q = grad_q.transpose(1, 2).flatten(0, 1)[: ctx.num_tokens]
         grad_k, grad_v = (_sum_overlapping_blocks(x, ctx.num_tokens, ctx.before) for x in (grad_k, grad_v))
-        return grad_q, grad_k, grad_v, _sink_grad(grad_out, out, lse, sinks), None, None, None
+        return grad_q, grad_k, grad_v, grad_sinks, None, None, None

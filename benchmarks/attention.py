@@ -2,7 +2,7 @@
 
 "eager" is Transformers' attention of GPT-OSS, with sinks. "sdpa" is torch's scaled_dot_product_attention *without*
 sinks: what exact sinks cost is the ratio to it. It has no window, so under a window it gets a mask. With --device cuda
-also FlashAttention 2 and flex_attention, both without sinks, where they are installed.
+also FlashAttention 2, 3, 4 and flex_attention, all without sinks, where they are installed and run.
 
 All run in this one process and take turns; the fastest of a few turns counts. Memory is what the allocator held at
 most at once beyond the operands, the gradients included. Cases that would not fit into memory or take too long are left
@@ -12,15 +12,19 @@ out and said so. One sequence, causal.
 """
 
 import argparse
+import importlib
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from poise.ops.attention import chosen_kernel, sink_attention
+from poise.ops.attention import chosen_kernel, sink_attention, unavailable_reason
+from poise.ops.attention_flash import MODULES
 
 EAGER_MATRICES = 3.5  # [H, T, T] tensors that eager attention holds at once
 
@@ -99,16 +103,30 @@ def sdpa(case: Case) -> Run:
     )  # fmt: skip
 
 
-def flash2(case: Case) -> Run:
-    from flash_attn import flash_attn_varlen_func
-
-    if case.dtype == torch.float32:
-        raise NotImplementedError("half types only")
+def flash(version: int, case: Case) -> Run:
+    if reason := unavailable_reason(f"flash{version}", case.device, case.dtype, case.head_dim):
+        raise NotImplementedError(reason)
+    module = next(m for name in MODULES[version] if (m := _module(name)) is not None)
     q, k, v = case.operands(is_batched=False)
     cu_seqlens = torch.tensor([0, case.tokens], dtype=torch.int32, device=case.device)
-    sides = (-1, -1) if case.window is None else (case.window - 1, 0)
-    lengths = (cu_seqlens, cu_seqlens, case.tokens, case.tokens)
-    return differentiated(lambda: flash_attn_varlen_func(q, k, v, *lengths, causal=True, window_size=sides), q, k, v)
+    unlimited = None if version == 4 else -1
+    sides = (unlimited, unlimited) if case.window is None else (case.window - 1, 0)
+
+    def forward() -> torch.Tensor:
+        result = module.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=case.tokens,
+            max_seqlen_k=case.tokens, causal=True, window_size=sides,
+        )  # fmt: skip
+        return result[0] if isinstance(result, tuple) else result
+
+    return differentiated(forward, q, k, v)
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return None
 
 
 def flex(case: Case) -> Run:
@@ -125,7 +143,8 @@ def flex(case: Case) -> Run:
     return differentiated(lambda: compiled(q, k, v, block_mask=blocks, enable_gqa=True), q, k, v)
 
 
-METHODS = {"poise": poise, "eager": eager, "sdpa": sdpa, "flash2": flash2, "flex": flex}
+FLASHES: dict[str, Callable[[Case], Run]] = {f"flash{version}": partial(flash, version) for version in MODULES}
+METHODS = {"poise": poise, "eager": eager, "sdpa": sdpa, **FLASHES, "flex": flex}
 
 
 # --- measuring ---
@@ -275,7 +294,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     device = torch.device(args.device)
-    on_cuda = ["flash2", "flex"] if device.type == "cuda" else []
+    on_cuda = [*FLASHES, "flex"] if device.type == "cuda" else []
     others = ["eager", "sdpa", *on_cuda] if args.others is None else args.others
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {args.threads} threads"
     print(f"{where}; torch {torch.__version__}; {args.heads} query heads, {args.kv_heads} key heads, {args.head_dim}")

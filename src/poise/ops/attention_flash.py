@@ -138,9 +138,9 @@ class _FlashWithSinks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
-        grads = ctx.flash.backward(grad, q, k, v, out, lse, ctx.packing)
-        row_sums = (grad.to(lse.dtype) * out).sum(dim=-1).t()
+        row_sums = (grad.to(lse.dtype) * out).sum(dim=-1).t()  # first: its products are gone when the others come
         grad_sinks = -(torch.exp(sinks.to(lse.dtype).unsqueeze(-1) - lse) * row_sums).sum(dim=-1)
+        grads = ctx.flash.backward(grad, q, k, v, out, lse, ctx.packing)
         return *grads, grad_sinks.to(sinks.dtype), None, None
 
 

@@ -51,15 +51,34 @@ def assert_same_weights(first: Path, second: Path) -> None:
         assert value.equal(found[name]), name
 
 
+def interrupt(folder: Path, *args: str, number: int = signal.SIGINT, when_lines: int) -> str:
+    """Starts a run in another process, stops it when metrics.jsonl has ``when_lines``; returns what it complained."""
+    command = [sys.executable, "-m", "poise", "train", "arithmetic_tiny", *TINY, f"--folder={folder}", *args]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    metrics = folder / "t-001/metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= when_lines):
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    return error
+
+
 @pytest.mark.parametrize("extra", [(), ("--kl-weight=0.1", "--updates-per-batch=2")], ids=["plain", "kl, two updates"])
 def test_six_steps_equal_three_and_three_more(tmp_path, extra):
     assert train(tmp_path / "whole", "--run.steps=6", *extra) == 0
     assert train(tmp_path / "parts", "--run.steps=3", *extra) == 0
-    # A reward of 0 everywhere would make every update trivial: these runs must differ from their warm start.
     assert run(["train", "--resume", str(tmp_path / "parts/t-001"), "--run.steps=6"]) == 0
     whole, parts = tmp_path / "whole/t-001", tmp_path / "parts/t-001"
     assert_same_weights(whole, parts)
     assert metrics_of(whole) == metrics_of(parts)
+    # The updates were no trifle: the weights have left the warm start behind.
+    warm = load_file(whole / "checkpoints/step_000000/model.safetensors")
+    assert not weights_of(whole)["lm_head.weight"].equal(warm["lm_head.weight"])
+    assert json.loads((parts / "config.json").read_text())["run"]["steps"] == 6
     assert [line["step"] for line in metrics_of(whole)] == [-1, 0, 1, 2, 3, 4, 5, 6]
 
 
@@ -118,6 +137,15 @@ def test_sft_then_eval(tmp_path, capsys):
         (["train", "--resume", "/nowhere"], "/nowhere/config.json does not exist"),
         (["eval", "/nowhere"], "/nowhere does not exist"),
         (["eval"], "needs a checkpoint folder"),
+        (["train", "arithmetic_tiny", "--device=gpu"], 'model.device must be "auto", "cpu", "cuda" or "cuda:N"'),
+        (["train", "arithmetic_tiny", "--device=cuda:99"], "model.device cuda:99 is not there"),
+        (["train", "arithmetic_tiny", "--entropy-weight=nan"], "algorithm.entropy_weight must be a finite number"),
+        (["train", "arithmetic_tiny", "--dataset=word_sorting"], "offers no demonstration"),
+        (["train", "arithmetic_tiny", "--data=x.jsonl"], "--task.data does nothing for task reasoning_gym"),
+        (["train", "arithmetic_tiny", "--model.path=x", "--hidden-size=8"], "does nothing beside model.path"),
+        (["train", "gsm8k_tiny"], "task.data is required"),
+        (["train", "arithmetic_tiny", "--max-context-tokens=200000", "--tokens-per-microbatch=200000", "--num-slots=1"],
+         "exceeds the 131072 positions of the model"),
         (["sft", "arithmetic_tiny", "--warm-start.steps=0"], "warm_start.steps is 0"),
         (["fly"], "unknown command fly"),
     ],
@@ -129,6 +157,25 @@ def test_what_cannot_work_is_refused_in_one_sentence(args, sentence, tmp_path, c
     assert sentence in error
     assert "\n" not in error
     assert list(tmp_path.iterdir()) == []  # nothing half-made is left
+
+
+def test_folders_that_cannot_be_evaluated_are_refused(tmp_path, capsys):
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/config.json").write_text("not json")
+    assert run(["sft", "arithmetic_tiny", *TINY, f"--folder={tmp_path}"]) == 0
+    weightless = tmp_path / "t-001/checkpoints/step_000000"
+    for file in weightless.glob("*.safetensors*"):
+        file.unlink()
+    capsys.readouterr()
+    cases = {"run": "holds no checkpoint yet", "text": "model.path", "t-001/checkpoints/step_000000": "safetensors"}
+    for name, sentence in cases.items():
+        assert run(["eval", str(tmp_path / name)]) == 2
+        error = capsys.readouterr().err.strip()
+        assert sentence in error
+        assert "\n" not in error
+    assert run(["eval", str(tmp_path / "t-001"), "--clip-low=0.1"]) == 2
+    assert "--algorithm.* does nothing in poise eval" in capsys.readouterr().err
 
 
 def test_a_value_of_the_wrong_type_is_refused(capsys):
@@ -147,11 +194,24 @@ def test_keys():
         full_key("--seed")
 
 
-def test_resume_refuses_another_model(tmp_path, capsys):
-    assert train(tmp_path, "--run.steps=1") == 0
+def test_resume_changes_only_what_can_change(tmp_path, capsys):
+    assert train(tmp_path, "--run.steps=2") == 0
     capsys.readouterr()
-    assert run(["train", "--resume", str(tmp_path / "t-001"), "--hidden-size=32"]) == 2
-    assert "--resume cannot change model.*" in capsys.readouterr().err
+    for key in ("--hidden-size=32", "--group-size=4", "--beta1=0.5", "--run.seed=3", "--updates-per-batch=2"):
+        assert run(["train", "--resume", str(tmp_path / "t-001"), key]) == 2
+        name = full_key(key)[2:].split("=")[0].replace("-", "_")
+        assert f"--resume cannot change {name}; it can change" in capsys.readouterr().err
+    assert run(["train", "--resume", str(tmp_path / "t-001"), "--run.steps=1"]) == 2
+    assert "run.steps (1) is below the 2 steps" in capsys.readouterr().err
+
+
+def test_a_mismatch_above_the_bound_stops_before_the_first_update(tmp_path, capsys):
+    assert train(tmp_path, "--max-mismatch=1e-12") == 1
+    error = capsys.readouterr().err
+    assert "trainer and engine differ by" in error
+    assert "the bound on the mean is 1e-12" in error
+    assert "Traceback" not in error
+    assert latest_checkpoint(tmp_path / "t-001").name == "step_000000"
 
 
 def test_help_explains_every_key(capsys):
@@ -173,18 +233,9 @@ def test_recipes_are_listed(capsys):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_saves_and_exits_130(tmp_path, number):
-    command = [sys.executable, "-m", "poise", "train", "arithmetic_tiny", *TINY, f"--folder={tmp_path}",
-               "--run.steps=100000", "--save-every=100000"]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     folder = tmp_path / "t-001"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not ((folder / "metrics.jsonl").exists() and len(metrics_of(folder)) > 4):
-        time.sleep(0.1)
-    process.send_signal(number)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130, error
-    assert "interrupted; the state was saved" in error
+    error = interrupt(tmp_path, "--run.steps=100000", "--save-every=100000", number=number, when_lines=5)
+    assert f"interrupted; the state was saved, and poise train --resume {folder} goes on" in error
     steps_done = metrics_of(folder)[-1]["step"]
     checkpoint = latest_checkpoint(folder)
     assert checkpoint is not None
@@ -192,3 +243,14 @@ def test_ctrl_c_saves_and_exits_130(tmp_path, number):
     # and it goes on from there
     assert run(["train", "--resume", str(folder), f"--run.steps={steps_done + 1}"]) == 0
     assert metrics_of(folder)[-1]["step"] == steps_done + 1
+
+
+def test_an_interrupted_warm_start_goes_on_as_if_nothing_had_happened(tmp_path):
+    settings = ["--warm-start.steps=200", "--run.steps=2", "--save-every=70"]
+    interrupt(tmp_path / "parts", *settings, when_lines=10)
+    parts, whole = tmp_path / "parts/t-001", tmp_path / "whole/t-001"
+    assert len(metrics_of(parts)) < 200
+    assert run(["train", "--resume", str(parts)]) == 0
+    assert train(tmp_path / "whole", *settings) == 0
+    assert_same_weights(whole, parts)
+    assert metrics_of(whole) == metrics_of(parts)

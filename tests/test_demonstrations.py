@@ -56,7 +56,13 @@ def test_a_rollout_of_the_demonstrated_actions_is_the_demonstration(config):
         turns = RENDERER.demonstration(conversation)
         policy = Replay(action for _, action in turns)
         episode = run_episode(
-            task.make_env(row), policy, RENDERER, group_id=index, episode_id=str(index), seed=0, limits=LIMITS
+            lambda task=task, row=row: task.make_env(row),
+            policy,
+            RENDERER,
+            group_id=index,
+            episode_id=str(index),
+            seed=0,
+            limits=LIMITS,
         )
         (trajectory,) = asyncio.run(episode)
         # Tool results come from the sandbox here and from the task's own text in the demonstration: same tokens.

@@ -9,7 +9,15 @@ import torch
 from poise.config import AlgorithmConfig, Config, RolloutConfig
 from poise.evaluate import evaluate
 from poise.harmony import Conversation, Renderer, byte_tokenizer, user
-from poise.loop import Rollout, RolloutError, mean_metrics, pack_update, rollout_metrics, split_evenly
+from poise.loop import (
+    Rollout,
+    RolloutError,
+    mean_metrics,
+    pack_update,
+    rollout_metrics,
+    split_evenly,
+    trainable_groups,
+)
 from poise.rollout import Limits
 from poise.seeding import derive_seed, row_index
 from poise.types import Action, Stop, Trajectory, Turn
@@ -25,7 +33,7 @@ def episode(group_id: int, reward: float, stop: Stop = Stop.DONE, num_streams: i
 
 def advantages_of(groups, config=CONFIG) -> list[float]:
     """One number per packed sequence, in order."""
-    (batch,) = pack_update(groups, config)
+    (batch,) = pack_update(trainable_groups(Rollout(groups=groups, seconds=1.0)), config)
     # Four rows a sequence: targets 2 (observed), 3, 4, 5 (sampled).
     rows = batch.advantages.view(-1, 4)
     assert batch.response_mask.view(-1, 4).tolist() == [[False, True, True, True]] * len(rows)
@@ -45,8 +53,8 @@ def test_an_environment_failure_neither_trains_nor_shifts_its_siblings():
     assert advantages_of([[episode(0, 1.0), failed, episode(0, 0.0)]]) == [0.5, -0.5]
     # A group left with one episode has no baseline and is dropped; nothing left at all is an error.
     assert advantages_of([[episode(0, 1.0), failed], [episode(1, 1.0), episode(1, 0.0)]]) == [0.5, -0.5]
-    with pytest.raises(RolloutError, match="stop_env_error"):
-        pack_update([[episode(0, 1.0), failed]], CONFIG)
+    with pytest.raises(RolloutError, match="env_error"):
+        trainable_groups(Rollout(groups=[[episode(0, 1.0), failed]], seconds=1.0))
 
 
 def test_an_episode_of_two_streams_counts_once_in_the_baseline():
@@ -58,13 +66,14 @@ def test_an_episode_of_two_streams_counts_once_in_the_baseline():
 def test_split_and_combine():
     groups = [[i] for i in range(7)]
     assert split_evenly(groups, 3) == [[[0], [1]], [[2], [3]], [[4], [5], [6]]]
+    assert split_evenly(groups[:2], 3) == [[[0]], [[1]]]
     combined = mean_metrics(
         [
-            {"ratio_min": 0.5, "ratio_max": 1.0, "loss": 1.0, "tokens_per_s": 9.0},
-            {"ratio_min": 0.7, "ratio_max": 3.0, "loss": 2.0, "tokens_per_s": 9.0},
+            {"ratio_min": 0.5, "ratio_max": 1.0, "loss": 1.0, "response_tokens": 5, "tokens_per_s": 9.0},
+            {"ratio_min": 0.7, "ratio_max": 3.0, "loss": 2.0, "response_tokens": 7, "tokens_per_s": 9.0},
         ]
     )
-    assert combined == {"ratio_min": 0.5, "ratio_max": 3.0, "loss": 1.5}
+    assert combined == {"ratio_min": 0.5, "ratio_max": 3.0, "loss": 1.5, "response_tokens": 12}
 
 
 def test_rollout_metrics_by_hand():
@@ -73,6 +82,9 @@ def test_rollout_metrics_by_hand():
     assert metrics["equal_groups"] == 0.5
     assert metrics["reward_mean"] == 0.75
     assert metrics["rollout_tokens_per_s"] == 6.0  # 4 episodes x 3 tokens in 2 s
+    # A failure's placeholder reward of 0 makes no difference that anybody could learn from.
+    groups = [[episode(0, 1.0), episode(0, 1.0), episode(0, 0.0, Stop.ENV_ERROR)]]
+    assert rollout_metrics(Rollout(groups=groups, seconds=2.0))["equal_groups"] == 1.0
 
 
 def test_every_epoch_is_another_permutation():

@@ -7,7 +7,7 @@ import pytest
 
 from poise.envs.env import Observation, Outcome, final_text
 from poise.harmony import Conversation, Message, Renderer, Role, byte_tokenizer, tool_result, user
-from poise.rollout import Limits, episode_metrics, run_episode, run_group
+from poise.rollout import Limits, Lockstep, episode_metrics, run_episode, run_group
 from poise.types import Action, Stop
 
 TOKENIZER = byte_tokenizer()
@@ -74,14 +74,16 @@ class Adder:
 
     async def outcome(self):
         self._fail("outcome")
-        return Outcome(reward=float(self.said == "ok"), metrics={"tool_calls": 2.0})
+        reward = float("nan") if self.fails_in == "reward is no number" else float(self.said == "ok")
+        return Outcome(reward=reward, metrics={"tool_calls": 2.0})
 
     async def close(self):
         self.is_closed = True
+        self._fail("close")
 
 
 def play(env, policy, limits=LIMITS):
-    episode = run_episode(env, policy, RENDERER, group_id=3, episode_id="3/0", seed=11, limits=limits)
+    episode = run_episode(lambda: env, policy, RENDERER, group_id=3, episode_id="3/0", seed=11, limits=limits)
     return asyncio.run(episode)
 
 
@@ -146,7 +148,7 @@ def test_malformed_actions_end_the_episode():
     assert trajectory.is_trainable
 
 
-@pytest.mark.parametrize("where", ["reset", "step", "outcome"])
+@pytest.mark.parametrize("where", ["reset", "step", "outcome", "reward is no number"])
 def test_a_failing_environment_is_never_trained_on(where):
     env = Adder(fails_in=where)
     (trajectory,) = play(env, Script(answer("ok")))
@@ -154,6 +156,66 @@ def test_a_failing_environment_is_never_trained_on(where):
     assert trajectory.reward == 0.0
     assert not trajectory.is_trainable
     assert env.is_closed
+
+
+def test_an_environment_that_cannot_be_made_or_closed_ends_no_run():
+    def make_env():
+        raise OSError("the tool server is gone")
+
+    episode = run_episode(make_env, Script(), RENDERER, group_id=3, episode_id="3/0", seed=11, limits=LIMITS)
+    (trajectory,) = asyncio.run(episode)
+    assert trajectory.stop is Stop.ENV_ERROR
+    # One that fails when it is closed has been graded already.
+    (trajectory,) = play(Adder(fails_in="close"), Script(answer("ok")))
+    assert trajectory.stop is Stop.DONE
+    assert trajectory.reward == 1.0
+
+
+def test_lockstep_batches_do_not_depend_on_the_tools():
+    # Two episodes of two turns and one that fails at once; tools take random times. In lockstep the policy is asked by
+    # everybody who still runs before anybody is answered, and in the order of the episodes' names.
+    def calls_with(delays) -> list[str]:
+        asked: list[str] = []
+        lockstep = None
+
+        class Slow(Adder):
+            def __init__(self, delay, fails_in=""):
+                super().__init__(fails_in)
+                self.delay = delay
+
+            async def step(self, messages):
+                await asyncio.sleep(self.delay)
+                return await super().step(messages)
+
+        async def policy(token_ids, *, episode_id, seed, max_tokens):
+            asked.append(episode_id)
+            said = call("1+1") if len(token_ids) < 60 else answer("ok")
+            return Action(token_ids=said, log_probs=(0.0,) * len(said), is_stopped=True)
+
+        async def play_all():
+            nonlocal lockstep
+            lockstep = Lockstep(policy, num_episodes=3)
+            environments = [lambda: Slow(delays[0]), lambda: Slow(delays[1]), lambda: Slow(0, fails_in="reset")]
+            groups = [
+                run_group(
+                    make_env,
+                    lockstep,
+                    RENDERER,
+                    group_id=i,
+                    group_size=1,
+                    seed=0,
+                    limits=LIMITS,
+                    on_episode=lambda: lockstep.leave(),
+                )
+                for i, make_env in enumerate(environments)
+            ]
+            return await asyncio.gather(*groups)
+
+        groups = asyncio.run(play_all())
+        assert [group[0][0].stop for group in groups] == [Stop.DONE, Stop.DONE, Stop.ENV_ERROR]
+        return asked
+
+    assert calls_with((0.0, 0.05)) == calls_with((0.05, 0.0)) == ["0/0", "1/0", "0/0", "1/0"]
 
 
 def test_a_failing_policy_is_raised():

@@ -35,9 +35,7 @@ class Parts:
 
 def assemble(config: Config, console: Console, *, trains: bool = True) -> Parts:
     """Loads or makes the policy, checks that the run can fit, and says what protects the machine from the policy."""
-    device = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if config.model.device == "auto" else config.model.device
-    )
+    device = device_of(config.model.device)
     dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
     task = make_task(config.task)
     if config.model.path is None:
@@ -51,10 +49,18 @@ def assemble(config: Config, console: Console, *, trains: bool = True) -> Parts:
         folder = Path(config.model.path)
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model.path {folder} has no config.json: not a checkpoint folder")
-        model_config = GptOssConfig.from_hf_dict(json.loads((folder / "config.json").read_text()))
-        require_memory(model_config, config, device, trains=trains)
-        tokenizer = HarmonyTokenizer.load(folder)
-        model = load_model(folder, dtype=dtype, device=device)
+        try:
+            model_config = GptOssConfig.from_hf_dict(json.loads((folder / "config.json").read_text()))
+            require_memory(model_config, config, device, trains=trains)
+            tokenizer = HarmonyTokenizer.load(folder)
+            model = load_model(folder, dtype=dtype, device=device)
+        except ValueError as error:  # no JSON, an unknown field, a missing tensor: the message says which
+            raise ConfigError(f"model.path {folder}: {error}") from error
+    if config.rollout.max_context_tokens > model_config.max_context:
+        raise ConfigError(
+            f"rollout.max_context_tokens ({config.rollout.max_context_tokens}) exceeds the {model_config.max_context} "
+            f"positions of the model"
+        )
     renderer = Renderer(tokenizer)
     engine = EmbeddedEngine(
         model,
@@ -75,6 +81,18 @@ def assemble(config: Config, console: Console, *, trains: bool = True) -> Parts:
         task=task,
         limits=Limits.from_config(config.rollout),
     )
+
+
+def device_of(name: str) -> torch.device:
+    """Raises ConfigError for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ConfigError(f'model.device must be "auto", "cpu", "cuda" or "cuda:N", got {name!r}')
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"model.device {name} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    return torch.device(name)
 
 
 def new_model_config(config: ModelConfig, tokenizer: HarmonyTokenizer) -> GptOssConfig:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tyro
 
-from poise.config import Config, ConfigError
+from poise.config import Config, ConfigError, RunError
 from poise.console import Console
 from poise.interrupt import Interrupted
 from poise.recipes import RECIPES
@@ -45,8 +45,11 @@ def run(argv: Sequence[str]) -> int:
     except (ConfigError, FileNotFoundError, ModuleNotFoundError) as error:
         print(f"poise: {error}", file=sys.stderr)
         return 2
-    except Interrupted:
-        print("poise: interrupted; the state was saved, and --resume goes on from it", file=sys.stderr)
+    except RunError as error:
+        print(f"poise: {error}", file=sys.stderr)
+        return 1
+    except Interrupted as error:
+        print(f"poise: {error}", file=sys.stderr)
         return 130
     except KeyboardInterrupt:
         print("poise: interrupted at once; the last saved checkpoint stands", file=sys.stderr)
@@ -85,14 +88,23 @@ def _train(args: list[str]) -> None:
             args = args[1:]  # the recipe of a resumed run is what its config.json says
         before = read_config(Path(resume) / "config.json")
         config = _parse(before, args, prog="poise train --resume RUN")
-        for section in ("model", "task"):
-            if getattr(config, section) != getattr(before, section):
-                raise ConfigError(
-                    f"--resume cannot change {section}.*: the checkpoint belongs to what {resume} began with"
-                )
+        _require_resumable(before, config)
     from poise.jobs import train_job  # torch is not imported for --help and for refused keys
 
     train_job(config, Console(), resume=None if resume is None else Path(resume))
+
+
+def _require_resumable(before: Config, config: Config) -> None:
+    """Refuses changes that would silently do nothing, or would make the rest of the run another run."""
+    free = {"run.steps", "run.save_every", "run.eval_every", "run.eval_problems", "run.log_trajectories_every"}
+    free |= {"run.trackers", "optimizer.learning_rate", "optimizer.max_grad_norm", "algorithm.clip_low"}
+    free |= {"algorithm.clip_high", "algorithm.entropy_weight", "model.device"}
+    for section in dataclasses.fields(Config):
+        old, new = getattr(before, section.name), getattr(config, section.name)
+        for field in dataclasses.fields(old):
+            key = f"{section.name}.{field.name}"
+            if getattr(old, field.name) != getattr(new, field.name) and key not in free:
+                raise ConfigError(f"--resume cannot change {key}; it can change {', '.join(sorted(free))}")
 
 
 def _eval(args: list[str]) -> None:
@@ -107,12 +119,19 @@ def _eval(args: list[str]) -> None:
     if not folder.is_dir():
         raise ConfigError(f"{folder} does not exist: poise eval needs a checkpoint folder or a run folder")
     checkpoint = latest_checkpoint(folder) or folder
+    if checkpoint == folder and (folder / "checkpoints").is_dir():
+        raise ConfigError(f"{folder} is a run folder that holds no checkpoint yet")
     # A checkpoint of a run is evaluated on that run's task unless the command line says otherwise.
     run_config = checkpoint.parent.parent / "config.json"
     default = read_config(run_config) if checkpoint.parent.name == "checkpoints" and run_config.exists() else Config()
-    default = replace(default, run=replace(default.run, eval_problems=0))
+    # All held-out problems; and nothing is packed, so no length is too long for a micro-batch.
+    settings = replace(default.run, eval_problems=0, tokens_per_microbatch=10**9)
+    default = replace(default, run=settings, model=replace(default.model, path=str(checkpoint)))
     config = _parse(default, args[1:], prog=f"poise eval {folder}")
-    eval_job(replace(config, model=replace(config.model, path=str(checkpoint))), Console())
+    for section in ("algorithm", "optimizer", "warm_start"):
+        if getattr(config, section) != getattr(default, section):
+            raise ConfigError(f"--{section.replace('_', '-')}.* does nothing in poise eval, which does not train")
+    eval_job(config, Console())
 
 
 def _recipe(args: Sequence[str]) -> Config:
@@ -152,15 +171,33 @@ def _take_option(args: list[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def _parse(default: Config, args: Sequence[str], *, prog: str) -> Config:
-    """The configuration with the command line's values. One that does not parse ends in tyro's message, exit code 2."""
-    return tyro.cli(
+    """The configuration with the command line's values. One that does not parse ends in tyro's message, exit code 2.
+
+    Raises ConfigError for a key that is unknown, ambiguous, or would do nothing.
+    """
+    args = [full_key(arg) if arg.startswith("--") and arg != "--help" else arg for arg in args]
+    config = tyro.cli(
         Config,
         default=default,
-        args=[full_key(arg) if arg.startswith("--") and arg != "--help" else arg for arg in args],
+        args=args,
         prog=prog,
         description=USAGE.rsplit("\n\n", 1)[1],
         config=(tyro.conf.FlagConversionOff, tyro.conf.SuppressFixed),
     )
+    _refuse_idle_keys(config, [arg[2:].partition("=")[0] for arg in args if arg.startswith("--")])
+    return config
+
+
+def _refuse_idle_keys(config: Config, given: Sequence[str]) -> None:
+    """A key that was typed and that nothing will read is a misunderstanding."""
+    for key in given:
+        section, _, name = key.partition(".")
+        if section == "model" and config.model.path is not None and name not in ("path", "device", "dtype"):
+            raise ConfigError(f"--{key} does nothing beside model.path: the checkpoint has a shape of its own")
+        if key == "task.dataset" and config.task.name != "reasoning_gym":
+            raise ConfigError(f"--{key} does nothing for task {config.task.name}; it belongs to task reasoning_gym")
+        if key in ("task.data", "task.test-data") and config.task.name != "gsm8k":
+            raise ConfigError(f"--{key} does nothing for task {config.task.name}; it belongs to task gsm8k")
 
 
 def full_key(arg: str) -> str:

@@ -12,6 +12,10 @@ class ConfigError(Exception):
     """A value or a combination that cannot work. The message is one sentence that names the key."""
 
 
+class RunError(Exception):
+    """A run that cannot go on. The message is one sentence that says what was found and what it means."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The policy: a checkpoint folder, or the shape of a new model with random weights."""
@@ -42,8 +46,8 @@ class ModelConfig:
     """Base of the rotary wavelengths; the longest is about six times as many tokens."""
     device: str = "auto"
     """"auto", "cpu", "cuda" or "cuda:N"."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Parameter type; auto: float32."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameter type."""
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "num_experts"):
@@ -60,6 +64,7 @@ class ModelConfig:
             1 <= self.experts_per_token <= self.num_experts,
             f"model.experts_per_token must be 1..{self.num_experts} (num_experts), got {self.experts_per_token}",
         )
+        _require_finite(self, "model", "rope_theta")
         _require(self.rope_theta > 1, f"model.rope_theta must exceed 1, got {self.rope_theta}")
         _require(self.sliding_window >= 1, f"model.sliding_window must be at least 1, got {self.sliding_window}")
 
@@ -114,6 +119,8 @@ class RolloutConfig:
     """Divides the logits, in the engine and in the trainer alike."""
     top_p: float = 1.0
     """Only 1.0: truncated sampling biases every importance ratio."""
+    lockstep: bool = False
+    """Sample only while no tool runs: slower, but the last digits then never depend on how long tools take."""
     num_slots: int = 128
     """Episodes that the embedded engine samples at once."""
     max_prefill_tokens: int = 8192
@@ -164,6 +171,7 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         _require(0 < self.clip_low <= 1, f"algorithm.clip_low must be in (0, 1], got {self.clip_low}")
+        _require_finite(self, "algorithm", "clip_high", "kl_weight", "entropy_weight", "max_mismatch")
         _require(self.clip_high > 0, f"algorithm.clip_high must be positive, got {self.clip_high}")
         _require(self.kl_weight >= 0, f"algorithm.kl_weight must be at least 0, got {self.kl_weight}")
         _require(
@@ -190,6 +198,7 @@ class OptimizerConfig:
     """Gradients are scaled down to this norm."""
 
     def __post_init__(self) -> None:
+        _require_finite(self, "optimizer", "learning_rate", "weight_decay", "max_grad_norm")
         _require(self.learning_rate >= 0, f"optimizer.learning_rate must be at least 0, got {self.learning_rate}")
         _require(self.warmup_steps >= 0, f"optimizer.warmup_steps must be at least 0, got {self.warmup_steps}")
         for name in ("beta1", "beta2"):
@@ -217,6 +226,7 @@ class WarmStartConfig:
             self.demonstrations_per_step >= 1,
             f"warm_start.demonstrations_per_step must be at least 1, got {self.demonstrations_per_step}",
         )
+        _require_finite(self, "warm_start", "learning_rate")
         _require(self.learning_rate > 0, f"warm_start.learning_rate must be positive, got {self.learning_rate}")
         _require(self.warmup_steps >= 0, f"warm_start.warmup_steps must be at least 0, got {self.warmup_steps}")
 
@@ -286,6 +296,12 @@ class Config:
             f"algorithm.updates_per_batch ({self.algorithm.updates_per_batch}) must not exceed "
             f"rollout.groups_per_step ({self.rollout.groups_per_step}): each update takes whole groups",
         )
+
+
+def _require_finite(section: object, name: str, *fields: str) -> None:
+    for field_name in fields:
+        value = getattr(section, field_name)
+        _require(math.isfinite(value), f"{name}.{field_name} must be a finite number, got {value}")
 
 
 def _require(condition: bool, sentence: str) -> None:

@@ -4,16 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 
 class Bar:
     """``advance`` once per unit done; the note behind the bar is the newest one given."""
 
-    def __init__(self, progress: Progress | None, description: str, total: int) -> None:
-        self._progress = progress
-        self._task = progress.add_task(description, total=total, note="") if progress else None
+    def __init__(self, progress: Progress | None = None, task: TaskID | None = None) -> None:
+        self._progress, self._task = progress, task
 
     def advance(self, note: str = "") -> None:
         if self._progress is not None and self._task is not None:
@@ -25,24 +24,34 @@ class Console:
 
     def __init__(self) -> None:
         self._rich = RichConsole(highlight=False, soft_wrap=True)
-
-    def line(self, text: str) -> None:
-        self._rich.print(text, markup=False)
-
-    @contextmanager
-    def bar(self, description: str, total: int) -> Iterator[Bar]:
-        if not self._rich.is_terminal:
-            yield Bar(None, description, total)
-            return
-        columns = (
+        self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[note]}"),
+            console=self._rich,
+            transient=True,
         )
-        with Progress(*columns, console=self._rich, transient=True) as progress:
-            yield Bar(progress, description, total)
+
+    def line(self, text: str) -> None:
+        self._rich.print(text, markup=False)
+
+    @contextmanager
+    def bar(self, description: str, total: int | None) -> Iterator[Bar]:
+        """A bar, below those that are already there; without a ``total`` it only counts."""
+        if not self._rich.is_terminal:
+            yield Bar()
+            return
+        if not self._progress.tasks:
+            self._progress.start()
+        task = self._progress.add_task(description, total=total, note="")
+        try:
+            yield Bar(self._progress, task)
+        finally:
+            self._progress.remove_task(task)
+            if not self._progress.tasks:
+                self._progress.stop()
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table = Table(title=title, title_justify="left")
@@ -66,7 +75,7 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
         f"  done {m['stop_done']:.0%}"
         f"  entropy {m['entropy']:.3f}"
         f"  grad {m['grad_norm']:.2f}"
-        f"  ratio {m['ratio_min']:.4g}..{m['ratio_max']:.4g}"
+        f"  ratio {m['ratio_min']:.7g}..{m['ratio_max']:.7g}"
         f"  clip {m['clip_fraction']:.2%}"
         f"  engine-trainer {m['mismatch_mean']:.1e}"
         f"  rollout {m['rollout_tokens_per_s']:.0f} tok/s"
@@ -79,7 +88,7 @@ def metric_rows(*evaluations: Mapping[str, float]) -> list[list[str]]:
     known = {
         "reward_mean": "reward (mean)",
         "reward_std": "reward (standard deviation)",
-        "solved": "accuracy: share of episodes with reward 1",
+        "solved": "accuracy (reward 1)",
         "share_with_tool": "episodes with a tool call",
         "solved_with_tool": "solved episodes with a tool call",
         "episode_turns": "turns per episode",

@@ -45,7 +45,7 @@ async def evaluate(
     async def episode(index: int) -> list[Trajectory]:
         async with gate:
             trajectories = await run_episode(
-                task.make_env(rows[index]),
+                lambda: task.make_env(rows[index]),
                 policy,
                 renderer,
                 group_id=index,

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Interrupted(Exception):
-    """A run was asked to stop, and did so at a safe place."""
+    """Somebody asked to stop, and it was done at a safe place. The message says what was kept."""
 
 
 class Interrupt:
@@ -43,7 +43,7 @@ class Interrupt:
     def check(self) -> None:
         """Raises Interrupted if a stop was asked for: call it where the run may end."""
         if self.is_requested:
-            raise Interrupted
+            raise Interrupted("interrupted")
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """``asyncio.run`` that a stop request cancels; raises Interrupted then."""
@@ -63,6 +63,8 @@ class Interrupt:
         try:
             return asyncio.run(main())
         except asyncio.CancelledError:
-            raise Interrupted from None
+            if not self.is_requested:
+                raise
+            raise Interrupted("interrupted") from None
         finally:
             self._cancel = None

@@ -3,21 +3,24 @@
 import json
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from poise.assembly import Parts, assemble
 from poise.config import Config, ConfigError
 from poise.console import Console, metric_rows, step_line
 from poise.evaluate import Evaluation, evaluate
 from poise.interrupt import Interrupt, Interrupted
-from poise.loop import Group, Rollout, roll_out, train
+from poise.loop import Group, Rollout, RolloutError, roll_out, train
 from poise.metrics import MetricsWriter
 from poise.model import GptOss, load_model
-from poise.runfolder import create_run_folder, write_trajectories
+from poise.runfolder import CONFIG_FILE, create_run_folder, write_config, write_trajectories
 from poise.seeding import derive_seed
 from poise.train.checkpoint import checkpoint_folder, latest_checkpoint, load_checkpoint, read_state, save_checkpoint
 from poise.train.trainer import Trainer, warm_start_schedule
-from poise.warmstart import warm_start
+from poise.types import Trajectory
+from poise.warmstart import demonstrations, warm_start
 
 EVALUATION_STREAM = 1  # part of a seed: keeps evaluation's numbers apart from training's
 EVALUATIONS_FILE = "evaluations.jsonl"
@@ -49,8 +52,12 @@ class Run:
         self.writer.write(step, metrics)
 
     def warm_start(self, trainer: Trainer) -> None:
-        total = self.config.warm_start.steps
-        with self.console.bar("warm start", total) as bar:
+        parts, total = self.parts, self.config.warm_start.steps
+        first = self.warm_start_step(trainer.steps_done + 1)
+        with (
+            MetricsWriter(self.folder, self.config.run.trackers, first_step=first) as self.writer,
+            self.console.bar("warm start", total - trainer.steps_done) as bar,
+        ):
 
             def on_step(step: int, metrics: Mapping[str, float]) -> None:
                 self.write(self.warm_start_step(step), {f"warm_start_{k}": v for k, v in metrics.items()})
@@ -60,9 +67,10 @@ class Run:
                         f"warm start {step}/{total}  loss {metrics['loss']:.4f}  entropy {metrics['entropy']:.3f}"
                         f"  grad {metrics['grad_norm']:.2f}  {metrics['tokens_per_s']:.0f} tok/s"
                     )
+                if step % self.config.run.save_every == 0:
+                    self.save(trainer, "warm_start", 0)
                 self.interrupt.check()
 
-            parts = self.parts
             try:
                 warm_start(trainer, parts.renderer, parts.task, self.config, on_step=on_step)
             except Interrupted:
@@ -71,28 +79,43 @@ class Run:
 
     def evaluate(self, step: int) -> Evaluation:
         evaluation = evaluate_parts(self.parts, self.config, self.console, self.interrupt)
-        self.parts.engine.new_policy_version(self.parts.engine.policy_version)  # leave no trace in the next rollout
-        with (self.folder / EVALUATIONS_FILE).open("a") as file:
-            line = {"step": step, "num_problems": evaluation.num_problems, "metrics": evaluation.metrics}
-            file.write(json.dumps(line) + "\n")
+        self.parts.engine.new_policy_version(step)  # leave no trace in the next rollout
+        line = {"step": step, "num_problems": evaluation.num_problems, "metrics": evaluation.metrics}
+        # A resumed run may come by here a second time.
+        lines = [other for other in self.evaluations() if other["step"] != step] + [line]
+        (self.folder / EVALUATIONS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
         self.console.line(f"held out after step {step}: reward {evaluation.metrics['reward_mean']:.3f}")
         return evaluation
 
-    def reinforce(self, trainer: Trainer) -> None:
-        with MetricsWriter(
-            self.folder, self.config.run.trackers, first_step=self.steps_done(trainer) + 1
-        ) as self.writer:
+    def reinforce(self, trainer: Trainer, *, steps_done: int) -> None:
+        """Steps ``steps_done + 1`` to ``run.steps``."""
+        last_step = steps_done
+
+        def on_step(step: int, metrics: dict[str, float], rollout: Rollout) -> None:
+            nonlocal last_step
+            last_step = step
+            self.after_step(trainer, step, metrics, rollout)
+
+        def on_batch(num_tokens: int) -> None:
+            bar.advance(f"micro-batches, the last of {num_tokens} tokens")
+
+        with (
+            MetricsWriter(self.folder, self.config.run.trackers, first_step=steps_done + 1) as self.writer,
+            self.console.bar("training", None) as bar,
+        ):
             try:
                 train(
                     trainer,
                     self.reference(trainer),
                     self.parts.engine,
-                    self.rollouts(self.steps_done(trainer) + 1),
+                    (self.rollout(step) for step in range(steps_done + 1, self.config.run.steps + 1)),
                     self.config,
-                    on_step=lambda step, metrics, rollout: self.after_step(trainer, step, metrics, rollout),
+                    first_step=steps_done + 1,
+                    on_step=on_step,
+                    on_batch=on_batch,
                 )
-            except Interrupted:
-                self.save(trainer, "train", self.steps_done(trainer))
+            except (Interrupted, RolloutError):
+                self.save(trainer, "train", last_step)
                 raise
 
     def after_step(self, trainer: Trainer, step: int, metrics: dict[str, float], rollout: Rollout) -> None:
@@ -115,9 +138,6 @@ class Run:
             self.evaluate(step)
         self.interrupt.check()
 
-    def steps_done(self, trainer: Trainer) -> int:
-        return trainer.steps_done // self.config.algorithm.updates_per_batch
-
     def reference(self, trainer: Trainer) -> GptOss | None:
         """The policy as it was before the first step, frozen; None where no KL asks for it."""
         if trainer.steps_done == 0 or self.config.algorithm.kl_weight == 0:
@@ -125,9 +145,6 @@ class Run:
         weight = self.parts.model.lm_head.weight
         model = load_model(checkpoint_folder(self.folder, 0), dtype=weight.dtype, device=weight.device)
         return model.eval().requires_grad_(False)
-
-    def rollouts(self, first_step: int) -> Iterator[Rollout]:
-        return (self.rollout(step) for step in range(first_step, self.config.run.steps + 1))
 
     def rollout(self, step: int) -> Rollout:
         """The rollout of one step, under a bar that shows reward and speed."""
@@ -150,56 +167,51 @@ class Run:
                 on_group=on_group,
             )
 
-    def saved_evaluation(self, step: int) -> dict[str, float] | None:
-        """Metrics of an evaluation that an earlier process of this run wrote."""
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The lines of ``evaluations.jsonl`` so far."""
         path = self.folder / EVALUATIONS_FILE
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return next((line["metrics"] for line in reversed(lines) if line["step"] == step), None)
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def print_result(self, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        title = f"{self.config.task.name}: {self.config.run.eval_problems} held-out problems"
-        self.console.table(title, ["", "after warm start", "after training"], metric_rows(before, after))
+    def result_before(self) -> Mapping[str, float]:
+        """The evaluation before the first step: an earlier process of this run may have made it."""
+        saved = next((line["metrics"] for line in self.evaluations() if line["step"] == 0), None)
+        return self.evaluate(0).metrics if saved is None else saved
 
 
 def train_job(config: Config, console: Console, *, resume: Path | None = None) -> Path:
     """Warm start, evaluation, reinforcement learning, evaluation; returns the run folder.
 
-    ``resume``: the run folder to go on with, whose latest checkpoint is loaded. Raises ConfigError for what cannot
-    start, and Interrupted, with everything saved, when asked to stop.
+    ``resume``: the run folder to go on with, whose latest checkpoint is loaded and whose ``config.json`` is brought up
+    to date. Raises ConfigError for what cannot start, and Interrupted, with everything saved, when asked to stop.
     """
-    folder, checkpoint, phase = resume, None, "warm_start"
-    if resume is not None:
-        checkpoint = latest_checkpoint(resume)
-        if checkpoint is None:
-            raise ConfigError(f"--resume {resume}: the folder holds no checkpoint to go on from")
-        phase = read_state(checkpoint)["phase"]
+    checkpoint = None if resume is None else latest_checkpoint(resume)
+    if resume is not None and checkpoint is None:
+        raise ConfigError(f"--resume {resume}: the folder holds no checkpoint to go on from")
+    state: dict[str, Any] = {"phase": "warm_start", "step": 0} if checkpoint is None else read_state(checkpoint)
+    if state["step"] > config.run.steps:
+        raise ConfigError(f"run.steps ({config.run.steps}) is below the {state['step']} steps that {resume} has done")
     parts = assemble(config, console)
-    if folder is None:
-        folder = create_run_folder(config)
-    run = Run(config, parts, console, folder)
-    console.line(f"run folder: {folder}")
-    with run.interrupt:
-        if phase == "warm_start":
-            trainer = Trainer(parts.model, config, schedule=warm_start_schedule(config.warm_start))
-            if checkpoint is not None:
-                load_checkpoint(checkpoint, model=parts.model, optimizer=trainer.optimizer)
-            first_metrics_step = run.warm_start_step(trainer.steps_done + 1)
-            with MetricsWriter(folder, config.run.trackers, first_step=first_metrics_step) as run.writer:
-                run.warm_start(trainer)
-            trainer = Trainer(parts.model, config)
-            run.save(trainer, "train", 0)
-            parts.engine.new_policy_version(0)
-        else:
-            assert checkpoint is not None
-            trainer = Trainer(parts.model, config)
+    require_rows(parts, config, warms_up=state["phase"] == "warm_start")
+    run = Run(config, parts, console, resume or create_run_folder(config))
+    write_config(run.folder / CONFIG_FILE, config)
+    console.line(f"run folder: {run.folder}")
+    with run.interrupt, kept_by(f"the state was saved, and poise train --resume {run.folder} goes on from it"):
+        is_warm = state["phase"] == "train"
+        trainer = Trainer(parts.model, config, schedule=None if is_warm else warm_start_schedule(config.warm_start))
+        if checkpoint is not None:
             load_checkpoint(checkpoint, model=parts.model, optimizer=trainer.optimizer)
             console.line(f"resumed from {checkpoint}")
-        before = run.saved_evaluation(0)
-        if before is None:
-            before = run.evaluate(0).metrics
-        run.reinforce(trainer)
-        run.print_result(before, run.evaluate(config.run.steps).metrics)
-    return folder
+        if not is_warm:
+            run.warm_start(trainer)
+            trainer = Trainer(parts.model, config)
+            run.save(trainer, "train", 0)
+        parts.engine.new_policy_version(state["step"])
+        before = run.result_before()
+        run.reinforce(trainer, steps_done=state["step"])
+        after = run.evaluate(config.run.steps)
+    title = f"{config.task.name}: {after.num_problems} held-out problems"
+    console.table(title, ["", "before training", "after training"], metric_rows(before, after.metrics))
+    return run.folder
 
 
 def sft_job(config: Config, console: Console) -> Path:
@@ -207,21 +219,39 @@ def sft_job(config: Config, console: Console) -> Path:
     if config.warm_start.steps == 0:
         raise ConfigError("warm_start.steps is 0: poise sft needs at least 1 supervised step")
     parts = assemble(config, console)
+    require_rows(parts, config, warms_up=True)
     run = Run(config, parts, console, create_run_folder(config))
+    write_config(run.folder / CONFIG_FILE, config)
     console.line(f"run folder: {run.folder}")
     trainer = Trainer(parts.model, config, schedule=warm_start_schedule(config.warm_start))
-    with run.interrupt:
-        with MetricsWriter(run.folder, config.run.trackers, first_step=run.warm_start_step(1)) as run.writer:
-            run.warm_start(trainer)
+    with run.interrupt, kept_by(f"the state was saved; poise train --resume {run.folder} goes on, with training after"):
+        run.warm_start(trainer)
         run.save(Trainer(parts.model, config), "train", 0)
         run.evaluate(0)
     return checkpoint_folder(run.folder, 0)
 
 
+def require_rows(parts: Parts, config: Config, *, warms_up: bool) -> None:
+    """Raises ConfigError, before a folder is made, where the task has nothing to train on or to imitate."""
+    if not parts.task.train_rows:
+        raise ConfigError(f"task.data is missing: task {config.task.name} has no rows to train on")
+    if warms_up and config.warm_start.steps:
+        next(demonstrations(parts.renderer, parts.task, config, skip=0))
+
+
+@contextmanager
+def kept_by(sentence: str) -> Iterator[None]:
+    """Says in an Interrupted what was kept."""
+    try:
+        yield
+    except Interrupted:
+        raise Interrupted(f"interrupted; {sentence}") from None
+
+
 def eval_job(config: Config, console: Console) -> Evaluation:
     """One episode for each held-out problem with the policy at ``model.path``; prints a table."""
     parts = assemble(config, console, trains=False)
-    with Interrupt() as interrupt:
+    with Interrupt() as interrupt, kept_by("an evaluation keeps nothing"):
         evaluation = evaluate_parts(parts, config, console, interrupt)
     title = f"{config.task.name}: {evaluation.num_problems} held-out problems"
     console.table(title, ["", config.model.path or "random weights"], metric_rows(evaluation.metrics))
@@ -230,16 +260,25 @@ def eval_job(config: Config, console: Console) -> Evaluation:
 
 def evaluate_parts(parts: Parts, config: Config, console: Console, interrupt: Interrupt) -> Evaluation:
     """Held-out reward of the policy as it is now; the same problems and seeds each time."""
-    with console.bar("held-out problems", config.run.eval_problems) as bar:
+    num_problems = min(config.run.eval_problems or len(parts.task.test_rows), len(parts.task.test_rows))
+    rewards: list[float] = []
+    started, sampled_before = time.perf_counter(), parts.engine.num_sampled_tokens
+    with console.bar("held-out problems", num_problems) as bar:
+
+        def on_episode(trajectory: Trajectory) -> None:
+            rewards.append(trajectory.reward)
+            speed = (parts.engine.num_sampled_tokens - sampled_before) / (time.perf_counter() - started)
+            bar.advance(f"reward {sum(rewards) / len(rewards):.3f}  {speed:.0f} tok/s")
+
         return interrupt.run(
             evaluate(
                 parts.engine,
                 parts.renderer,
                 parts.task,
-                num_problems=config.run.eval_problems,
+                num_problems=num_problems,
                 limits=parts.limits,
                 seed=derive_seed(config.run.seed, EVALUATION_STREAM),
                 max_concurrent=config.rollout.num_slots,
-                on_episode=lambda trajectory: bar.advance(),
+                on_episode=on_episode,
             )
         )

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -35,7 +36,7 @@ class Limits:
 
 
 async def run_episode(
-    env: Env,
+    make_env: Callable[[], Env],
     policy: Policy,
     renderer: Renderer,
     *,
@@ -50,37 +51,26 @@ async def run_episode(
     policy is raised. The reward is the environment's, also after a limit; 0 for ENV_ERROR.
     """
     streams = [_Stream()]
-    num_actions = 0
+    outcome = Outcome(reward=0.0)
     try:
-        stop = None
+        env = make_env()
+    except Exception as error:
+        stop = _env_error(episode_id, error)
+    else:
         try:
-            streams[-1].observe(renderer.prompt(await env.reset()))
-        except Exception as error:
-            stop = _env_error(episode_id, error)
-        while stop is None:
-            stream = streams[-1]
-            max_tokens = min(limits.max_action_tokens, limits.max_context_tokens - len(stream.token_ids))
-            if num_actions == limits.max_turns:
-                stop = Stop.MAX_TURNS
-            elif max_tokens < 1:
-                stop = Stop.MAX_TOKENS
-            else:
-                action = await policy(
-                    stream.token_ids,
-                    episode_id=episode_id,
-                    seed=derive_seed(seed, num_actions),
-                    max_tokens=max_tokens,
-                )
-                num_actions += 1
-                stop = await _answer(env, renderer, streams, action, episode_id)
-        outcome = Outcome(reward=0.0)
-        if stop is not Stop.ENV_ERROR:
+            stop = await _talk(env, policy, renderer, streams, episode_id, seed, limits)
+            if stop is not Stop.ENV_ERROR:
+                try:
+                    outcome = await _grade(env)
+                except Exception as error:
+                    stop = _env_error(episode_id, error)
+        finally:
             try:
-                outcome = await env.outcome()
-            except Exception as error:
-                stop = _env_error(episode_id, error)
-    finally:
-        await env.close()
+                await env.close()
+            except Exception as error:  # the episode is over and graded: worth a warning, not its loss
+                log.warning(
+                    "episode %s: closing its environment failed: %s: %s", episode_id, type(error).__name__, error
+                )
     return [
         Trajectory(
             group_id=group_id,
@@ -103,21 +93,100 @@ async def run_group(
     group_size: int,
     seed: int,
     limits: Limits,
+    on_episode: Callable[[], None] = lambda: None,
 ) -> list[list[Trajectory]]:
-    """``group_size`` episodes of the same problem, concurrently: one list of Trajectories per episode."""
-    episodes = [
-        run_episode(
-            make_env(),
-            policy,
-            renderer,
-            group_id=group_id,
-            episode_id=f"{group_id}/{member}",
-            seed=derive_seed(seed, member),
-            limits=limits,
+    """``group_size`` episodes of the same problem, concurrently: one list of Trajectories per episode.
+
+    ``on_episode`` is called as each ends.
+    """
+
+    async def member(index: int) -> list[Trajectory]:
+        try:
+            return await run_episode(
+                make_env,
+                policy,
+                renderer,
+                group_id=group_id,
+                episode_id=f"{group_id}/{index}",
+                seed=derive_seed(seed, index),
+                limits=limits,
+            )
+        finally:
+            on_episode()
+
+    return list(await asyncio.gather(*(member(index) for index in range(group_size))))
+
+
+class Lockstep:
+    """A policy that samples only while no tool runs: its calls wait until every running episode has made one.
+
+    How many requests share a forward then depends on the tokens alone and not on how long tools take. That matters for
+    bit-equality: a matrix product's last digits depend on its number of rows.
+    """
+
+    def __init__(self, policy: Policy, *, num_episodes: int) -> None:
+        self._policy = policy
+        self._num_running = num_episodes
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+
+    async def __call__(self, token_ids: Sequence[int], *, episode_id: str, seed: int, max_tokens: int) -> Action:
+        self._waiting[episode_id] = turn = asyncio.get_running_loop().create_future()
+        self._release()
+        await turn
+        return await self._policy(token_ids, episode_id=episode_id, seed=seed, max_tokens=max_tokens)
+
+    def leave(self) -> None:
+        """An episode has ended."""
+        self._num_running -= 1
+        self._release()
+
+    def _release(self) -> None:
+        if len(self._waiting) == self._num_running:
+            # In the order of their names, since the order of arrival is the tools'. Soon rather than now, since whoever
+            # came last does not await its turn yet and would overtake the others.
+            for _, turn in sorted(self._waiting.items()):
+                turn.get_loop().call_soon(_take, turn)
+            self._waiting.clear()
+
+
+def _take(turn: "asyncio.Future[None]") -> None:
+    if not turn.done():
+        turn.set_result(None)
+
+
+async def _talk(
+    env: Env,
+    policy: Policy,
+    renderer: Renderer,
+    streams: list["_Stream"],
+    episode_id: str,
+    seed: int,
+    limits: Limits,
+) -> Stop:
+    """Turn after turn until something ends the episode."""
+    try:
+        streams[-1].observe(renderer.prompt(await env.reset()))
+    except Exception as error:
+        return _env_error(episode_id, error)
+    for num_actions in range(limits.max_turns):
+        stream = streams[-1]
+        max_tokens = min(limits.max_action_tokens, limits.max_context_tokens - len(stream.token_ids))
+        if max_tokens < 1:
+            return Stop.MAX_TOKENS
+        action = await policy(
+            stream.token_ids, episode_id=episode_id, seed=derive_seed(seed, num_actions), max_tokens=max_tokens
         )
-        for member in range(group_size)
-    ]
-    return list(await asyncio.gather(*episodes))
+        stop = await _answer(env, renderer, streams, action, episode_id)
+        if stop is not None:
+            return stop
+    return Stop.MAX_TURNS
+
+
+async def _grade(env: Env) -> Outcome:
+    outcome = await env.outcome()
+    if not math.isfinite(outcome.reward):
+        raise ValueError(f"the environment's reward must be finite, got {outcome.reward}")
+    return outcome
 
 
 async def _answer(

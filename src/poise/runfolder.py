@@ -9,11 +9,13 @@ from typing import Any, TypeVar, get_type_hints
 from poise.config import Config, ConfigError
 from poise.types import Trajectory
 
+CONFIG_FILE = "config.json"
+
 T = TypeVar("T")
 
 
 def create_run_folder(config: Config) -> Path:
-    """Makes ``run.folder/run.name-NNN`` with the next free number and writes ``config.json`` into it."""
+    """Makes ``run.folder/run.name-NNN`` with the next free number."""
     parent = Path(config.run.folder)
     parent.mkdir(parents=True, exist_ok=True)
     number = 1
@@ -24,7 +26,6 @@ def create_run_folder(config: Config) -> Path:
             break
         except FileExistsError:
             number += 1
-    write_config(folder / "config.json", config)
     return folder
 
 

@@ -21,7 +21,7 @@ def make_task(config: TaskConfig) -> Task:
     if config.name == "gsm8k":
         from poise.envs.gsm8k import Gsm8k
 
-        if config.data is None:
+        if config.data is None and config.test_data is None:
             raise ConfigError("task.data is required by task gsm8k: a .jsonl path or a Hugging Face data set id")
         return Gsm8k(
             config.data,

@@ -30,15 +30,16 @@ class Gsm8k:
     """Questions whose answer is a number, with the python tool.
 
     ``data``, ``test_data``: a .jsonl path, or a Hugging Face data set id, "OWNER/NAME" or "OWNER/NAME/FOLDER". Without
-    ``test_data``, ``num_test_rows`` rows chosen by ``seed`` are held out of ``data``. A question that is held out is
-    dropped from the training rows. The reward is 1 where the number on the final channel is right, else 0.
+    ``test_data``, ``num_test_rows`` rows chosen by ``seed`` are held out of ``data``; without ``data`` there are only
+    rows to evaluate on. A question that is held out is dropped from the training rows. The reward is 1 where the number
+    on the final channel is right, else 0.
     ``demonstrate``: the reference solution as thinking, each calculator mark a python call; a share ``mental_share`` of
     the questions, chosen by their hash, is answered without calls.
     """
 
     def __init__(
         self,
-        data: str,
+        data: str | None,
         *,
         test_data: str | None = None,
         num_train_rows: int = 100_000,
@@ -50,7 +51,7 @@ class Gsm8k:
     ) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError("task gsm8k needs the extra math: pip install 'poise[math]'")
-        rows = load_rows(data, split="train")
+        rows = [] if data is None else load_rows(data, split="train")
         if test_data is None:
             if num_test_rows >= len(rows):
                 raise ConfigError(f"task.num_test_rows ({num_test_rows}) must be below the {len(rows)} rows of {data}")
@@ -60,7 +61,7 @@ class Gsm8k:
             test_rows = load_rows(test_data, split="test")
         test_questions = {row["question"] for row in test_rows}
         kept = [row for row in rows if row["question"] not in test_questions]
-        if not kept:
+        if not kept and data is not None:
             raise ConfigError(f"every question of task.data ({data}) is held out: nothing is left to train on")
         self.train_rows: Sequence[Row] = kept[:num_train_rows]
         self.test_rows: Sequence[Row] = test_rows

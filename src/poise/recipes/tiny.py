@@ -20,14 +20,14 @@ def arithmetic_tiny() -> Config:
     """A byte-level GPT-OSS of a million parameters learns to send sums to the python tool (reasoning-gym chain_sum)."""
     return Config(
         model=TINY,
-        task=TaskConfig(name="reasoning_gym", dataset="chain_sum", describes_tools=False, mental_share=0.4),
+        task=TaskConfig(name="reasoning_gym", dataset="chain_sum", describes_tools=False, mental_share=0.45),
         rollout=RolloutConfig(
             groups_per_step=16, group_size=8, max_turns=3, max_action_tokens=72, max_context_tokens=384
         ),
         algorithm=AlgorithmConfig(),
         optimizer=OptimizerConfig(learning_rate=2e-4),
-        warm_start=WarmStartConfig(steps=1400, demonstrations_per_step=32, learning_rate=2e-3, warmup_steps=30),
-        run=RunConfig(name="arithmetic_tiny", steps=50),
+        warm_start=WarmStartConfig(steps=1600, demonstrations_per_step=32, learning_rate=2e-3, warmup_steps=30),
+        run=RunConfig(name="arithmetic_tiny", steps=60),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from poise.algo.correction import mismatch
 from poise.algo.losses import kl, policy_loss
-from poise.config import Config, OptimizerConfig, WarmStartConfig
+from poise.config import Config, OptimizerConfig, RunError, WarmStartConfig
 from poise.model import GptOss, packed_attend, top_k_route
 from poise.ops.log_probs import token_log_probs
 from poise.types import Batch
@@ -21,7 +21,11 @@ Schedule = Callable[[int], float]
 """Steps done -> learning rate of the next step."""
 
 
-class MismatchError(RuntimeError):
+class GradientError(RunError):
+    """The gradient is not finite: a step along it would destroy the weights."""
+
+
+class MismatchError(RunError):
     """Trainer and engine disagree about the same tokens under the same weights."""
 
 
@@ -102,7 +106,13 @@ class Trainer:
         """Batches that know the frozen reference."""
         return [replace(batch, ref_log_probs=self._log_probs_on(batch, reference)) for batch in batches]
 
-    def step(self, batches: Sequence[Batch], *, max_mismatch: float | None = None) -> dict[str, float]:
+    def step(
+        self,
+        batches: Sequence[Batch],
+        *,
+        max_mismatch: float | None = None,
+        on_batch: Callable[[int], None] = lambda num_tokens: None,
+    ) -> dict[str, float]:
         """One policy-gradient step over the micro-batches together.
 
         loss = sum over the response tokens of all of them (policy_loss + kl_weight kl - entropy_weight entropy) / their
@@ -110,7 +120,8 @@ class Trainer:
         this very forward: the ratio is exactly 1. Mismatch compares the log-probs before the first update with the
         engine's. Returns numbers per step. Raises ValueError without a response token, or without ``ref_log_probs``
         where ``kl_weight`` asks for them. Raises, leaving the weights alone, MismatchError where the mean mismatch is
-        above ``max_mismatch`` (nats; None: no bound), and FloatingPointError for a gradient that is not finite.
+        above ``max_mismatch`` (nats; None: no bound), and GradientError for a gradient that is not finite.
+        ``on_batch(num_tokens)`` is called after each micro-batch that has a response token.
         """
         algorithm = self.config.algorithm
         if algorithm.kl_weight > 0 and any(batch.ref_log_probs is None for batch in batches):
@@ -147,6 +158,7 @@ class Trainer:
             )
             totals.lower(ratio_min=metrics["ratio_min"])
             totals.raise_(ratio_max=metrics["ratio_max"], mismatch_max=difference["abs_max"])
+            on_batch(len(mask))
         means = totals.per_token(num_tokens)
         # Not `mean > bound`: a NaN must not pass.
         if max_mismatch is not None and not means["mismatch_mean"] <= max_mismatch:
@@ -178,9 +190,7 @@ class Trainer:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm).item()
         if not math.isfinite(norm):
             self.optimizer.zero_grad()
-            raise FloatingPointError(
-                f"step {self.steps_done}: the gradient norm is {norm}; the weights were left alone"
-            )
+            raise GradientError(f"step {self.steps_done}: the gradient norm is {norm}; the weights were left alone")
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
             group["steps_done"] += 1

@@ -98,7 +98,7 @@ def _require_resumable(before: Config, config: Config) -> None:
     """Refuses changes that would silently do nothing, or would make the rest of the run another run."""
     free = {"run.steps", "run.save_every", "run.eval_every", "run.eval_problems", "run.log_trajectories_every"}
     free |= {"run.trackers", "optimizer.learning_rate", "optimizer.max_grad_norm", "algorithm.clip_low"}
-    free |= {"algorithm.clip_high", "algorithm.entropy_weight", "model.device"}
+    free |= {"algorithm.clip_high", "algorithm.entropy_weight", "model.device", "run.recompute"}
     for section in dataclasses.fields(Config):
         old, new = getattr(before, section.name), getattr(config, section.name)
         for field in dataclasses.fields(old):

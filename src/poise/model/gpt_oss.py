@@ -3,11 +3,13 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from poise.model.config import GptOssConfig
 from poise.model.rope import inverse_frequencies, rotate, rotation
@@ -18,6 +20,8 @@ from poise.ops.experts import routed_experts
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor, int | None], Tensor]
 # route(layer, router_logits [T,E]) -> (expert_ids [T,A], expert_weights [T,A])
 Route = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+# What the backward pass computes again instead of keeping: nothing; each block's router and experts; each whole block.
+Recompute = Literal["none", "experts", "block"]
 
 
 def packed_attend(cu_seqlens: Int[Tensor, " N1"], kernel: str = "auto") -> Attend:
@@ -37,6 +41,22 @@ def top_k_route(num_active: int) -> Route:
         return expert_ids, top_logits.softmax(dim=-1)
 
     return route
+
+
+def remembered_route(route: Route) -> Route:
+    """The experts that ``route`` chooses the first time it is asked, weighted by the softmax over their logits.
+
+    For one layer of one forward: a recomputed forward asks again, and may not take another route than the first.
+    ``route`` must weigh its experts in the same way, as every route of GPT-OSS does.
+    """
+    remembered: list[Tensor] = []
+
+    def remembering(layer: int, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+        if not remembered:
+            remembered.append(route(layer, router_logits.detach())[0])
+        return remembered[0], router_logits.gather(1, remembered[0].long()).softmax(dim=-1)
+
+    return remembering
 
 
 # Large embeddings drown what the first blocks write, and a small model then takes far longer to learn to copy.
@@ -120,8 +140,28 @@ class Block(nn.Module):
         self.input_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, signed_sin: Tensor, attend: Attend, route: Route) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, signed_sin, attend)
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        signed_sin: Tensor,
+        attend: Attend,
+        route: Route,
+        recompute: Recompute = "none",
+    ) -> Tensor:
+        if recompute == "none" or not torch.is_grad_enabled():
+            return self._add_mlp(self._add_attention(x, cos, signed_sin, attend), route)
+        # No kernel draws random numbers, so there is no state of a generator to keep.
+        recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        route = remembered_route(route)
+        if recompute == "experts":
+            return recomputed(self._add_mlp, self._add_attention(x, cos, signed_sin, attend), route)
+        return recomputed(self.forward, x, cos, signed_sin, attend, route)
+
+    def _add_attention(self, x: Tensor, cos: Tensor, signed_sin: Tensor, attend: Attend) -> Tensor:
+        return x + self.self_attn(self.input_layernorm(x), cos, signed_sin, attend)
+
+    def _add_mlp(self, x: Tensor, route: Route) -> Tensor:
         return x + self.mlp(self.post_attention_layernorm(x), route)
 
 
@@ -151,9 +191,20 @@ class GptOss(nn.Module):
         self._frequencies = inverse_frequencies(config.rope, config.head_dim)
 
     def forward(
-        self, input_ids: Int[Tensor, " T"], position_ids: Int[Tensor, " T"], attend: Attend, route: Route | None = None
+        self,
+        input_ids: Int[Tensor, " T"],
+        position_ids: Int[Tensor, " T"],
+        attend: Attend,
+        route: Route | None = None,
+        *,
+        recompute: Recompute = "none",
     ) -> Float[Tensor, "T D"]:
-        """Hidden states after the final norm; logits are ``hidden @ lm_head.weight.T``. ``route`` None: top-k."""
+        """Hidden states after the final norm; logits are ``hidden @ lm_head.weight.T``. ``route`` None: top-k.
+
+        ``recompute``: what the backward pass computes again instead of keeping ("Training Deep Nets with Sublinear
+        Memory Cost", arXiv 1604.06174); the experts of each token stay those of the first pass, and the gradients are
+        the same.
+        """
         if input_ids.shape != position_ids.shape or input_ids.dim() != 1:
             shapes = f"{list(input_ids.shape)} and {list(position_ids.shape)}"
             raise ValueError(f"input_ids and position_ids must be [T], got {shapes}")
@@ -163,7 +214,7 @@ class GptOss(nn.Module):
         x = self.model.embed_tokens(input_ids)
         cos, signed_sin = rotation(position_ids, self._frequencies, self.config.rope.cos_sin_scale, x.dtype)
         for block in self.model.layers:
-            x = block(x, cos, signed_sin, attend, route)
+            x = block(x, cos, signed_sin, attend, route, recompute)
         return self.model.norm(x)
 
     @torch.no_grad()

@@ -90,6 +90,7 @@ class Trainer:
             batch.position_ids,
             packed_attend(batch.cu_seqlens),
             top_k_route(model.config.experts_per_token),
+            recompute=self.config.run.recompute,
         )
         mask = batch.response_mask
         values = token_log_probs(hidden[mask], model.lm_head.weight, batch.target_ids[mask], temperature=temperature)

@@ -328,7 +328,7 @@ def resources(kernel, target, folder):
     [
         *itertools.product(("sm_80", "sm_90"), (torch.bfloat16,), (32, 64, 128), (False,)),
         *itertools.product(("sm_80", "sm_90"), (torch.float32,), (64, 128), (False,)),
-        *itertools.product(("sm_80", "sm_90"), (torch.bfloat16,), (64,), (True,)),
+        *itertools.product(("sm_80", "sm_90"), (torch.bfloat16, torch.float32), (64,), (True,)),
         ("gfx942", torch.bfloat16, 64, False),
     ],
 )

@@ -367,6 +367,20 @@ def test_on_a_gpu(dtype, channels):
         assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_layers_that_share_borders_wait_for_the_gpu_once():
+    inputs = [x.detach().cuda().requires_grad_() for x in operands(200, 4, 2, 64, 0.0, torch.bfloat16)]
+    grad_out, common = torch.randn_like(inputs[0]), {"cu_seqlens": borders([70, 130]).cuda(), "window": 128}
+    first = with_grads(inputs, grad_out, **common)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        second = with_grads(inputs, grad_out, **common)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 if __name__ == "__main__":
     import tempfile
     from pathlib import Path

@@ -12,12 +12,13 @@ from poise.config import Config, ConfigError
 from poise.console import Console, metric_rows, step_line
 from poise.evaluate import Evaluation, evaluate
 from poise.interrupt import Interrupt, Interrupted
-from poise.loop import Group, Rollout, RolloutError, roll_out, train
+from poise.loop import Rollout, roll_out, train
 from poise.metrics import MetricsWriter
 from poise.model import GptOss, load_model
 from poise.runfolder import CONFIG_FILE, create_run_folder, write_config, write_trajectories
 from poise.seeding import derive_seed
 from poise.train.checkpoint import checkpoint_folder, latest_checkpoint, load_checkpoint, read_state, save_checkpoint
+from poise.train.scoring import Group, RolloutError
 from poise.train.trainer import Trainer, warm_start_schedule
 from poise.types import Trajectory
 from poise.warmstart import demonstrations, warm_start
@@ -96,8 +97,20 @@ class Run:
             last_step = step
             self.after_step(trainer, step, metrics, rollout)
 
+        num_trained = 0
+        started = time.perf_counter()
+
+        def rollouts() -> Iterator[Rollout]:
+            nonlocal num_trained, started
+            for step in range(steps_done + 1, self.config.run.steps + 1):
+                rollout = self.rollout(step)
+                num_trained, started = 0, time.perf_counter()
+                yield rollout
+
         def on_batch(num_tokens: int) -> None:
-            bar.advance(f"micro-batches, the last of {num_tokens} tokens")
+            nonlocal num_trained
+            num_trained += num_tokens
+            bar.advance(f"micro-batches  {num_trained / (time.perf_counter() - started):.0f} tok/s")
 
         with (
             MetricsWriter(self.folder, self.config.run.trackers, first_step=steps_done + 1) as self.writer,
@@ -108,7 +121,7 @@ class Run:
                     trainer,
                     self.reference(trainer),
                     self.parts.engine,
-                    (self.rollout(step) for step in range(steps_done + 1, self.config.run.steps + 1)),
+                    rollouts(),
                     self.config,
                     first_step=steps_done + 1,
                     on_step=on_step,

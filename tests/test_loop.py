@@ -11,15 +11,14 @@ from poise.evaluate import evaluate
 from poise.harmony import Conversation, Renderer, byte_tokenizer, user
 from poise.loop import (
     Rollout,
-    RolloutError,
     mean_metrics,
     pack_update,
     rollout_metrics,
     split_evenly,
-    trainable_groups,
 )
 from poise.rollout import Limits
 from poise.seeding import derive_seed, row_index
+from poise.train.scoring import RolloutError, scored, trainable_groups
 from poise.types import Action, Stop, Trajectory, Turn
 
 CONFIG = Config(algorithm=AlgorithmConfig(normalize_advantages="none"))
@@ -33,7 +32,7 @@ def episode(group_id: int, reward: float, stop: Stop = Stop.DONE, num_streams: i
 
 def advantages_of(groups, config=CONFIG) -> list[float]:
     """One number per packed sequence, in order."""
-    (batch,) = pack_update(trainable_groups(Rollout(groups=groups, seconds=1.0)), config)
+    (batch,) = pack_update(scored(trainable_groups(groups, config), config), config)
     # Four rows a sequence: targets 2 (observed), 3, 4, 5 (sampled).
     rows = batch.advantages.view(-1, 4)
     assert batch.response_mask.view(-1, 4).tolist() == [[False, True, True, True]] * len(rows)
@@ -54,7 +53,7 @@ def test_an_environment_failure_neither_trains_nor_shifts_its_siblings():
     # A group left with one episode has no baseline and is dropped; nothing left at all is an error.
     assert advantages_of([[episode(0, 1.0), failed], [episode(1, 1.0), episode(1, 0.0)]]) == [0.5, -0.5]
     with pytest.raises(RolloutError, match="env_error"):
-        trainable_groups(Rollout(groups=[[episode(0, 1.0), failed]], seconds=1.0))
+        trainable_groups([[episode(0, 1.0), failed]], CONFIG)
 
 
 def test_an_episode_of_two_streams_counts_once_in_the_baseline():
@@ -167,6 +166,6 @@ def test_packing_respects_the_budget():
         rollout=RolloutConfig(max_action_tokens=4, max_context_tokens=8),
         model=replace(CONFIG.model, sliding_window=4),
     )
-    batches = pack_update([[episode(0, 1.0), episode(0, 0.0), episode(0, 0.5)]], config)
+    batches = pack_update(scored([[episode(0, 1.0), episode(0, 0.0), episode(0, 0.5)]], config), config)
     assert [len(batch.input_ids) for batch in batches] == [8, 4]
     assert torch.cat([batch.input_ids for batch in batches]).tolist() == [1, 2, 3, 4] * 3

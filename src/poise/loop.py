@@ -4,13 +4,11 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
-from poise.algo.advantages import group_advantages
-from poise.config import Config, RunError
+from poise.config import Config
 from poise.engine import EmbeddedEngine
 from poise.envs.env import Task
 from poise.harmony import Renderer
@@ -19,27 +17,23 @@ from poise.model import GptOss
 from poise.rollout import Limits, Lockstep, episode_metrics, run_group
 from poise.seeding import derive_seed, row_index
 from poise.train.packing import pack
+from poise.train.scoring import Episode, Group, Scored, is_trainable, scored, screened, trainable_groups, with_penalties
 from poise.train.trainer import Trainer
-from poise.types import Batch, Policy, Trajectory
-
-Episode = list[Trajectory]
-Group = list[Episode]
-
-
-class RolloutError(RunError):
-    """No episode of a step can be trained on."""
+from poise.types import Batch, Policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """All groups of one step, and the seconds it took to sample them."""
+    """The groups of one step, the seconds it took to sample them, and the groups that they were sampled to replace."""
 
     groups: list[Group]
     seconds: float
+    replaced: list[Group] = field(default_factory=list)
 
     @property
     def episodes(self) -> list[Episode]:
-        return [episode for group in self.groups for episode in group]
+        """All that were sampled."""
+        return [episode for group in (*self.groups, *self.replaced) for episode in group]
 
 
 def train(
@@ -59,16 +53,21 @@ def train(
     ``on_batch(num_tokens)`` after each micro-batch. The first update of all raises MismatchError, and leaves the
     weights alone, where trainer and engine disagree by more than ``algorithm.max_mismatch``.
     """
-    num_updates = config.algorithm.updates_per_batch
+    algorithm = config.algorithm
+    needs_old_log_probs = algorithm.updates_per_batch > 1 or algorithm.recompute_old_log_probs != "none"
     for step, rollout in enumerate(rollouts, start=first_step):
         started = time.perf_counter()
-        updates = [pack_update(groups, config) for groups in split_evenly(trainable_groups(rollout), num_updates)]
-        if num_updates > 1:
+        groups, penalties = with_penalties(trainable_groups(rollout.groups, config), config)
+        groups, screening = screened(trainer, reference, groups, config)
+        updates = [
+            pack_update(part, config) for part in split_evenly(scored(groups, config), algorithm.updates_per_batch)
+        ]
+        if needs_old_log_probs:
             updates = [trainer.with_old_log_probs(batches) for batches in updates]
-        if reference is not None:
+        if reference is not None and algorithm.kl_in == "loss":
             updates = [trainer.with_ref_log_probs(batches, reference) for batches in updates]
         # Later steps report the mismatch; only before the very first is nothing lost by stopping.
-        bounds = [config.algorithm.max_mismatch if trainer.steps_done == 0 else None, *[None] * (len(updates) - 1)]
+        bounds = [algorithm.max_mismatch if trainer.steps_done == 0 else None, *[None] * (len(updates) - 1)]
         metrics = mean_metrics(
             [
                 trainer.step(batches, max_mismatch=bound, on_batch=on_batch)
@@ -76,7 +75,8 @@ def train(
             ]
         )
         engine.new_policy_version(step)
-        on_step(step, rollout_metrics(rollout) | metrics | train_speed(updates, started), rollout)
+        metrics |= rollout_metrics(rollout) | penalties | screening | train_speed(updates, started)
+        on_step(step, metrics, rollout)
 
 
 def roll_out(
@@ -89,13 +89,17 @@ def roll_out(
     interrupt: Interrupt,
     on_group: Callable[[Group], None],
 ) -> Rollout:
-    """All groups of ``step`` (from 1), concurrently. Problems and seeds depend on the step alone, so a resumed run
-    samples what an uninterrupted one would have. ``on_group`` hears of each group as it completes."""
+    """All groups of ``step`` (from 1), concurrently. Problems and seeds depend on the step and on what was sampled in
+    it, so a resumed run samples what an uninterrupted one would have. ``on_group`` hears of each group as it ends.
+
+    Dynamic sampling (DAPO, Yu et al. 2025, section 3.2): groups whose episodes all earned the same are replaced by
+    those of other problems, in at most ``algorithm.max_resamples`` rounds; what is equal after the last stays.
+    """
     rows, settings = task.train_rows, config.rollout
     limits = Limits.from_config(settings)
-    lockstep = Lockstep(policy, num_episodes=settings.groups_per_step * settings.group_size)
+    num_rounds = 1 + config.algorithm.max_resamples
 
-    async def group_of(draw: int) -> Group:
+    async def group_of(draw: int, lockstep: Lockstep) -> Group:
         row = rows[row_index(draw, len(rows), config.run.seed)]
         group = await run_group(
             lambda: task.make_env(row),
@@ -110,58 +114,43 @@ def roll_out(
         on_group(group)
         return group
 
-    async def all_groups() -> list[Group]:
-        first_draw = (step - 1) * settings.groups_per_step
-        return list(await asyncio.gather(*(group_of(first_draw + i) for i in range(settings.groups_per_step))))
+    async def groups_of(draws: range) -> list[Group]:
+        lockstep = Lockstep(policy, num_episodes=len(draws) * settings.group_size)
+        return list(await asyncio.gather(*(group_of(draw, lockstep) for draw in draws)))
 
     started = time.perf_counter()
-    groups = interrupt.run(all_groups())
-    return Rollout(groups=groups, seconds=time.perf_counter() - started)
+    groups, replaced = list[Group](), list[Group]()
+    for round_ in range(num_rounds):
+        first_draw = ((step - 1) * num_rounds + round_) * settings.groups_per_step
+        sampled = interrupt.run(groups_of(range(first_draw, first_draw + settings.groups_per_step - len(groups))))
+        is_last = round_ == num_rounds - 1
+        groups += [group for group in sampled if is_last or not is_equal(group)]
+        replaced += [group for group in sampled if not is_last and is_equal(group)]
+        if len(groups) == settings.groups_per_step:
+            break
+    return Rollout(groups=groups, seconds=time.perf_counter() - started, replaced=replaced)
 
 
-def trainable_groups(rollout: Rollout) -> list[Group]:
-    """Without the episodes that may not be trained on, which would shift the baseline of their siblings.
-
-    A group that is left with fewer than two episodes has no baseline and is dropped. Raises RolloutError where nothing
-    is left.
-    """
-    groups = [[episode for episode in group if is_trainable(episode)] for group in rollout.groups]
-    groups = [group for group in groups if len(group) > 1]
-    if not groups:
-        raise RolloutError("no group has two episodes that can be trained on: see the warnings about env_error above")
-    return groups
-
-
-def pack_update(groups: Sequence[Group], config: Config) -> list[Batch]:
-    """Advantages against each group's mean, then micro-batches."""
-    episodes = [episode for group in groups for episode in group]
-    advantages = group_advantages(
-        torch.tensor([episode[0].reward for episode in episodes]),
-        torch.tensor([episode[0].group_id for episode in episodes]),
-        normalize=config.algorithm.normalize_advantages,
-    )
-    trained = [
-        (trajectory, advantage)
-        for episode, advantage in zip(episodes, advantages, strict=True)
-        for trajectory in episode
-        if trajectory.is_trainable
-    ]
+def pack_update(groups: Sequence[Scored], config: Config) -> list[Batch]:
+    """Micro-batches of one optimizer step."""
+    trained = [pair for group in groups for pair in group]
     return pack(
         [trajectory for trajectory, _ in trained],
-        torch.stack([advantage for _, advantage in trained]),
+        [advantage for _, advantage in trained],
         tokens_per_microbatch=config.run.tokens_per_microbatch,
     )
 
 
-def is_trainable(episode: Episode) -> bool:
-    return any(trajectory.is_trainable for trajectory in episode)
+def is_equal(group: Group) -> bool:
+    """Whether the trainable episodes all earned the same: against each other, they teach nothing."""
+    return len({episode[0].reward for episode in group if is_trainable(episode)}) <= 1
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
-    """``equal_groups``: share of groups whose trainable episodes all earned the same, so that they teach nothing."""
+    """Of all that was sampled. ``equal_groups``: share of groups whose trainable episodes all earned the same."""
     metrics = episode_metrics(rollout.episodes)
-    rewards = [{episode[0].reward for episode in group if is_trainable(episode)} for group in rollout.groups]
-    metrics["equal_groups"] = float(np.mean([len(distinct) <= 1 for distinct in rewards]))
+    metrics["equal_groups"] = float(np.mean([is_equal(group) for group in (*rollout.groups, *rollout.replaced)]))
+    metrics["replaced_groups"] = float(len(rollout.replaced))
     num_sampled = metrics["response_tokens_per_episode"] * len(rollout.episodes)
     metrics["rollout_s"] = rollout.seconds
     metrics["rollout_tokens_per_s"] = num_sampled / rollout.seconds
@@ -186,7 +175,7 @@ def train_speed(updates: Sequence[Sequence[Batch]], started: float) -> dict[str,
     return {"train_s": seconds, "train_tokens_per_s": num_tokens / seconds}
 
 
-def split_evenly(groups: Sequence[Group], num_parts: int) -> list[Sequence[Group]]:
+def split_evenly(groups: Sequence[Scored], num_parts: int) -> list[Sequence[Scored]]:
     """Contiguous parts, none of them empty, whose sizes differ by at most one: ``num_parts``, or one per group."""
     num_parts = min(num_parts, len(groups))
     borders = [len(groups) * i // num_parts for i in range(num_parts + 1)]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from poise.algo.advantages import group_advantages
+from poise.algo.advantages import gae, group_advantages, turn_advantages
 
 
 def advantages(rewards, group_ids, **kwargs):
@@ -78,9 +78,75 @@ def test_a_group_of_one_is_refused_by_name(normalize):
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match=r'"std", "none" or "leave_one_out", got "?\'?batch'):
+    with pytest.raises(ValueError, match='"std", "none", "leave_one_out" or "global", got \'batch\''):
         advantages([1.0, 0.0], [0, 0], normalize="batch")
     with pytest.raises(ValueError, match=r"rewards must be finite, got \[nan\]"):
         advantages([1.0, float("nan")], [0, 0])
     with pytest.raises(ValueError, match=r"rewards \[2\] and group_ids \[3\]"):
         advantages([1.0, 0.0], [0, 0, 0])
+
+
+def test_global_takes_the_whole_batch_as_one_group():
+    # Mean 2 over both groups; differences -1, -2, 0, 3; squares 14 over 3; floor 1e-4 x 5.
+    denominator = math.sqrt(14 / 3) + 5e-4
+    actual = advantages([1.0, 0.0, 2.0, 5.0], [0, 0, 1, 1], normalize="global")
+    assert_close(actual, [-1 / denominator, -2 / denominator, 0.0, 3 / denominator])
+    # A group of one has the others as its baseline.
+    half = 0.5 / (math.sqrt(0.5) + 1e-4)
+    assert advantages([1.0, 0.0], [0, 1], normalize="global").tolist() == [half, -half]
+
+
+def test_leave_one_out_of_nearly_equal_rewards_stays_bounded():
+    # 0 against 0.95: -0.95; 0.95 against (0 + 6 x 0.95) / 7 = 5.7 / 7: 0.95 / 7.
+    actual = advantages([0.0] + [0.95] * 7, [0] * 8, normalize="leave_one_out")
+    assert_close(actual, [-0.95] + [0.95 / 7] * 7)
+
+
+def test_turn_credit_by_hand():
+    # Turn rewards 1, 0 and 0: mean 1/3, so b = 2/3, -1/3 and -1/3. Episode 0, backwards with discount 1/2:
+    # 1/2 - 1/3 = 1/6, then 2/3 + 1/2 x 1/6 = 3/4. Episode 1: -1/2 - 1/3.
+    first, second = turn_advantages(
+        torch.tensor([0.5, -0.5], dtype=torch.float64),
+        torch.tensor([0, 0]),
+        [[1.0, 0.0], [0.0]],
+        discount=0.5,
+        normalize="none",
+    )
+    assert_close(first, [0.75, 1 / 6])
+    assert_close(second, [-5 / 6])
+
+
+def test_turns_without_rewards_have_the_advantage_of_their_episode_discounted():
+    outcome, group_ids = torch.tensor([2.0, -2.0], dtype=torch.float64), torch.tensor([4, 4])
+    # Equal turn rewards teach nothing, whatever they are: 2, 2 and -2 exactly.
+    for reward in (0.0, 0.1):
+        first, second = turn_advantages(outcome, group_ids, [[reward, reward], [reward]], discount=1.0)
+        assert first.tolist() == [2.0, 2.0]
+        assert second.tolist() == [-2.0]
+    first, _ = turn_advantages(outcome, group_ids, [[0.0, 0.0, 0.0], [0.0]], discount=0.5)
+    assert first.tolist() == [0.5, 1.0, 2.0]
+    with pytest.raises(ValueError, match=r"turn_rewards\[1\] is empty"):
+        turn_advantages(outcome, group_ids, [[0.0], []], discount=1.0)
+    with pytest.raises(ValueError, match=r"discount must be in \[0, 1\], got 1.5"):
+        turn_advantages(outcome, group_ids, [[0.0], [0.0]], discount=1.5)
+
+
+def test_gae_by_hand_and_over_observations():
+    # gamma 0.9, lam 0.5. delta: 1 - 0.6 = 0.4; 0.9 x 0.6 - 0.4 = 0.14; 0.9 x 0.4 - 0.5 = -0.14.
+    # A: 0.4; 0.14 + 0.45 x 0.4 = 0.32; -0.14 + 0.45 x 0.32 = 0.004. Returns: A + V.
+    plain, returns = gae(
+        torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, 0.4, 0.6]), torch.tensor([True] * 3), gamma=0.9, lam=0.5
+    )
+    assert_close(plain, [0.004, 0.32, 0.4], atol=1e-7)
+    assert_close(returns, [0.504, 0.72, 1.0], atol=1e-7)
+    # An observation in the middle is no step; a second sequence of one token (1 - 0.25) does not leak into the first.
+    mask = torch.tensor([True, False, True, True, True])
+    packed, _ = gae(
+        torch.tensor([0.0, math.nan, 0.0, 1.0, 1.0]),
+        torch.tensor([0.5, math.inf, 0.4, 0.6, 0.25]),
+        mask,
+        gamma=0.9,
+        lam=0.5,
+        cu_seqlens=torch.tensor([0, 4, 5], dtype=torch.int32),
+    )
+    assert_close(packed, [0.004, 0.0, 0.32, 0.4, 0.75], atol=1e-7)

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from poise.algo.correction import mismatch
-from poise.algo.losses import kl, policy_loss
+from poise.algo.losses import aggregation_weights, kl, policy_loss
 
 INF = math.inf
 NAN = math.nan
 
 
-def loss_and_gradient(log_probs, old_log_probs, advantages, mask, clip_low=0.2, clip_high=0.3):
+def loss_and_gradient(log_probs, old_log_probs, advantages, mask, clip_low=0.2, clip_high=0.3, **kwargs):
     log_probs = torch.tensor(log_probs, requires_grad=True)
     loss, metrics = policy_loss(
         log_probs,
@@ -21,6 +21,7 @@ def loss_and_gradient(log_probs, old_log_probs, advantages, mask, clip_low=0.2, 
         torch.tensor(mask, dtype=torch.bool),
         clip_low=clip_low,
         clip_high=clip_high,
+        **kwargs,
     )
     (gradient,) = torch.autograd.grad(loss, log_probs)
     return loss.item(), gradient.tolist(), {name: value.item() for name, value in metrics.items()}
@@ -217,6 +218,161 @@ def test_mismatch_of_float32_noise_is_not_drowned():
 
 def test_mismatch_without_a_response_and_at_an_impossible_token():
     empty = mismatch(torch.tensor([NAN]), torch.tensor([0.0]), torch.tensor([False]))
-    assert [value.item() for value in empty.values()] == [0.0, 0.0, 0.0]
+    assert [value.item() for value in empty.values()] == [0.0] * 4
     # The engine sampled what the trainer calls impossible: this must be seen.
     assert mismatch(torch.tensor([-INF]), torch.tensor([-1.0]), torch.tensor([True]))["abs_max"].item() == INF
+
+
+@pytest.mark.parametrize(
+    ("loss", "log_ratio", "advantage", "value", "gradient", "is_clipped"),
+    [
+        # Bounds 0.8 and 1.3, dual clip 3; log_probs is -3 + log_ratio.
+        ("dual_clip", math.log(5.0), -1.0, 3.0, 0.0, 1),  # ratio A = -5, but the loss stops at 3
+        ("dual_clip", LOG2, -1.0, 2.0, 2.0, 0),  # below the limit: as clip
+        ("dual_clip", math.log(5.0), 1.0, -1.3, 0.0, 1),  # A > 0: as clip
+        ("dual_clip", -LOG2, -2.0, 1.6, 0.0, 1),  # 0.8 x 2
+        ("cispo", LOG2, 1.0, 1.3 * (3 - LOG2), -1.3, 1),  # -1.3 log_probs: limited, and yet a gradient
+        ("cispo", -LOG2, -1.0, -0.8 * (3 + LOG2), 0.8, 1),
+        ("cispo", math.log(1.25), 2.0, 2.5 * (3 - math.log(1.25)), -2.5, 0),
+        ("cispo", LOG2, 0.0, 0.0, 0.0, 0),
+        ("reinforce", LOG2, 1.5, 1.5 * (3 - LOG2), -1.5, 0),  # no ratio in it
+        ("reinforce", -LOG2, -2.0, -2.0 * (3 + LOG2), 2.0, 0),
+    ],
+)
+def test_other_losses_row_by_row(loss, log_ratio, advantage, value, gradient, is_clipped):
+    actual, (actual_gradient,), metrics = loss_and_gradient(
+        [-3.0 + log_ratio], [-3.0], [advantage], [True], loss=loss, dual_clip=3.0
+    )
+    assert actual == pytest.approx(value, rel=1e-5)
+    assert actual_gradient == pytest.approx(gradient, rel=1e-5)
+    assert metrics["clipped_tokens"] == is_clipped
+    assert metrics["ratio_max"] == pytest.approx(math.exp(log_ratio), rel=1e-5)
+
+
+def test_gspo_by_hand():
+    # Sequence 0: log-ratios ln 2 and 0: ratio sqrt 2 = 1.41421 > 1.3, A = -1: not bounded; loss and gradient 1.41421 a
+    # token. Sequence 1: an observation (ignored), then ln 1.25 with A = 2: -2.5. Sequence 2: nothing. Sequence 3: ratio
+    # e^0.4 = 1.49 with A = 1: bounded, -1.3 and no gradient.
+    loss, gradient, metrics = loss_and_gradient(
+        [-1.0 + LOG2, -1.0, 4.0, -1.0 + math.log(1.25), 3.0, -0.6],
+        [-1.0, -1.0, -1.0, -1.0, -1.0, -1.0],
+        [-1.0, -1.0, 9.0, 2.0, 9.0, 1.0],
+        [True, True, False, True, False, True],
+        loss="gspo",
+        cu_seqlens=torch.tensor([0, 2, 4, 5, 6], dtype=torch.int32),
+    )
+    root = math.sqrt(2.0)
+    assert loss == pytest.approx(2 * root - 2.5 - 1.3, rel=1e-5)
+    assert gradient == pytest.approx([root, root, 0.0, -2.5, 0.0, 0.0], rel=1e-5)
+    assert metrics["clipped_tokens"] == 1
+    assert metrics["ratio_min"] == pytest.approx(1.25, rel=1e-5)
+    assert metrics["ratio_max"] == pytest.approx(math.exp(0.4), rel=1e-5)
+    with pytest.raises(ValueError, match='"gspo" needs cu_seqlens'):
+        loss_and_gradient([-1.0], [-1.0], [1.0], [True], loss="gspo")
+
+
+def test_gspo_with_sequence_means_is_the_formula_of_the_paper():
+    """mean_i min(s_i A_i, clip(s_i) A_i) with s_i = exp(mean_t log-ratio): equation 5, sequence by sequence."""
+    generator = torch.Generator().manual_seed(3)
+    old = -2 * torch.rand(12, generator=generator)
+    log_probs = (old + 0.4 * torch.randn(12, generator=generator)).requires_grad_()
+    borders, sequence_advantages = [0, 5, 9, 12], [1.0, -2.0, 0.5]
+    mask = torch.tensor([1, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 0], dtype=torch.bool)
+    expected = 0.0
+    for start, end, advantage in zip(borders[:-1], borders[1:], sequence_advantages, strict=True):
+        chosen = mask[start:end]
+        ratio = (log_probs[start:end] - old[start:end])[chosen].mean().exp()
+        expected = expected - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / 3
+    (expected_gradient,) = torch.autograd.grad(expected, log_probs)
+
+    cu_seqlens = torch.tensor(borders, dtype=torch.int32)
+    weights, normalizer = aggregation_weights(mask, cu_seqlens, "sequence", max_tokens=100)
+    advantages = torch.tensor(sequence_advantages).repeat_interleave(torch.tensor([5, 4, 3]))
+    loss, _ = policy_loss(
+        log_probs,
+        old,
+        advantages,
+        mask,
+        clip_low=0.2,
+        clip_high=0.2,
+        loss="gspo",
+        cu_seqlens=cu_seqlens,
+        weights=weights,
+    )
+    torch.testing.assert_close(loss / normalizer, expected)
+    (gradient,) = torch.autograd.grad(loss / normalizer, log_probs)
+    torch.testing.assert_close(gradient, expected_gradient)
+
+
+@pytest.mark.parametrize("loss", ["clip", "dual_clip", "gspo", "cispo", "reinforce"])
+def test_every_loss_starts_on_policy_with_minus_the_advantage(loss):
+    generator = torch.Generator().manual_seed(0)
+    log_probs = (-5 * torch.rand(50, generator=generator)).requires_grad_()
+    advantages = torch.randn(50, generator=generator)
+    mask = torch.rand(50, generator=generator) < 0.6
+    value, metrics = policy_loss(
+        log_probs,
+        log_probs.detach(),
+        advantages,
+        mask,
+        clip_low=0.2,
+        clip_high=0.2,
+        loss=loss,
+        cu_seqlens=torch.tensor([0, 20, 50], dtype=torch.int32),
+    )
+    (value / 64).backward()
+    assert metrics["ratio_min"] == metrics["ratio_max"] == 1.0
+    assert metrics["clipped_tokens"] == 0
+    assert torch.equal(log_probs.grad, torch.where(mask, -advantages / 64, 0.0))
+
+
+@pytest.mark.parametrize("loss", ["dual_clip", "gspo", "cispo", "reinforce"])
+def test_no_loss_lets_through_what_is_masked_or_impossible(loss):
+    # The last sequence is one impossible token; observations hold whatever they like.
+    mask, cu_seqlens = [True, False, False, True, False, True], torch.tensor([0, 3, 5, 6], dtype=torch.int32)
+    clean = loss_and_gradient(
+        [-1.0, 0.0, 0.0, -2.0, 0.0, -INF],
+        [-1.1, 0.0, 0.0, -2.5, 0.0, -1.0],
+        [1.0, 0.0, 0.0, -1.0, 0.0, 1.0],
+        mask,
+        loss=loss,
+        cu_seqlens=cu_seqlens,
+    )
+    dirty = loss_and_gradient(
+        [-1.0, -INF, NAN, -2.0, INF, -INF],
+        [-1.1, NAN, -INF, -2.5, INF, -1.0],
+        [1.0, NAN, INF, -1.0, -INF, 1.0],
+        mask,
+        loss=loss,
+        cu_seqlens=cu_seqlens,
+    )
+    assert clean == dirty
+    assert all(math.isfinite(g) for g in clean[1])
+    assert clean[1][0] < 0 < clean[1][3]
+    assert clean[1][1] == clean[1][2] == clean[1][4] == clean[1][5] == 0.0
+
+
+def test_aggregation_by_hand():
+    # Sequences of 2 response tokens and an observation, of 1 and an observation, and of two observations.
+    mask = torch.tensor([1, 1, 0, 1, 0, 0, 0], dtype=torch.bool)
+    cu_seqlens = torch.tensor([0, 3, 5, 7], dtype=torch.int32)
+    for aggregation, weights, normalizer in (
+        ("token", [1, 1, 0, 1, 0, 0, 0], 3),
+        ("sequence", [0.5, 0.5, 0, 1, 0, 0, 0], 2),
+        ("constant", [0.25, 0.25, 0, 0.25, 0, 0, 0], 2),
+    ):
+        actual, actual_normalizer = aggregation_weights(mask, cu_seqlens, aggregation, max_tokens=4)
+        assert actual.tolist() == weights
+        assert actual_normalizer == normalizer
+    with pytest.raises(ValueError, match='"token", "sequence" or "constant", got \'mean\''):
+        aggregation_weights(mask, cu_seqlens, "mean", max_tokens=4)
+
+
+def test_weights_scale_tokens_and_unknown_losses_are_refused():
+    loss, gradient, _ = loss_and_gradient(
+        [-1.0, -1.0], [-1.0, -1.0], [1.0, -3.0], [True, True], weights=torch.tensor([0.5, 2.0])
+    )
+    assert loss == 5.5  # -0.5 x 1 + 2 x 3
+    assert gradient == [-0.5, 6.0]
+    with pytest.raises(ValueError, match="got 'ppo'"):
+        loss_and_gradient([-1.0], [-1.0], [1.0], [True], loss="ppo")

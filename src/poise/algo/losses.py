@@ -1,15 +1,17 @@
-"""Losses per token, summed: the caller divides once, by the response tokens of the whole optimizer step."""
+"""Losses per token, weighted and summed: the caller divides once, by the normalizer of the whole optimizer step."""
 
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 # exp(20) = 4.9e8. Beyond it a ratio says only that the policies have nothing in common, and float32 would overflow.
 MAX_LOG_RATIO = 20.0
 
 Estimator = Literal["k1", "k2", "k3"]
+Loss = Literal["clip", "dual_clip", "gspo", "cispo", "reinforce"]
+Aggregation = Literal["token", "sequence", "constant"]
 
 
 def policy_loss(
@@ -20,30 +22,113 @@ def policy_loss(
     *,
     clip_low: float,
     clip_high: float,
+    loss: Loss = "clip",
+    dual_clip: float = 3.0,
+    cu_seqlens: Int[Tensor, " N1"] | None = None,
+    weights: Float[Tensor, " T"] | None = None,
 ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-    """Clipped surrogate, summed over the masked tokens (Schulman et al. 2017, equation 7; two bounds as in DAPO).
+    """The policy's loss, summed over the masked tokens with ``weights`` (None: 1 each).
 
-    ratio = exp(log_probs - old_log_probs); loss = -sum_t min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A).
-    With ``old_log_probs = log_probs.detach()`` the ratio is exactly 1 and the gradient of token t is -A_t.
+    With r = exp(log_probs - old_log_probs) and c(r) = clip(r, 1 - clip_low, 1 + clip_high), the loss of a token is
+
+    ``clip``: -min(r A, c(r) A), PPO (Schulman et al. 2017, equation 7), with the two bounds of DAPO (Yu et al. 2025,
+    section 3.1).
+    ``dual_clip``: the same, but never above -dual_clip A where A < 0 (Ye et al. 2020, equation 5).
+    ``gspo``: ``clip`` with the sequence's ratio, the geometric mean of its tokens', in the place of r; each token has
+    its share of the gradient (GSPO-token, Zheng et al. 2025, equations 13 and 14). Needs ``cu_seqlens``.
+    ``cispo``: -c(r) A log_probs without a gradient through c(r) (MiniMax-M1, 2025, equations 4 and 5).
+    ``reinforce``: -A log_probs (Williams 1992); the bounds play no part.
+
+    With ``old_log_probs = log_probs.detach()`` the ratio is exactly 1 and the gradient of token t is -A_t for every
+    one of them.
 
     Metrics are detached and combine over micro-batches: ``ratio_min`` and ``ratio_max`` (inf and -inf without a token)
-    by min and max; ``clipped_tokens``, where the bound took the gradient away, by sum. Whatever stands at tokens
-    outside the mask reaches neither loss nor gradient. A token of probability 0 (log-prob -inf) under either policy has
-    no ratio and counts for nothing; NaN stays NaN. A log-ratio beyond +-20 gets no gradient.
+    by min and max; ``clipped_tokens`` by sum: those whose gradient the bound took away, or for ``cispo`` limited.
+    Whatever stands at tokens outside the mask reaches neither loss nor gradient. A token of probability 0 (log-prob
+    -inf) under either policy has no ratio and counts for nothing; NaN stays NaN. A log-ratio beyond +-20 gets no
+    gradient through the ratio. Raises ValueError for an unknown ``loss`` and for gspo without ``cu_seqlens``.
     """
-    log_ratio = _log_ratio(log_probs, old_log_probs, mask)
+    if loss not in ("clip", "dual_clip", "gspo", "cispo", "reinforce"):
+        raise ValueError(f'loss must be "clip", "dual_clip", "gspo", "cispo" or "reinforce", got {loss!r}')
     used = mask & ~_is_impossible(log_probs, old_log_probs)
+    log_ratio = _log_ratio(log_probs, old_log_probs, mask)
+    if loss == "gspo":
+        if cu_seqlens is None:
+            raise ValueError('loss "gspo" needs cu_seqlens: its ratio belongs to a sequence')
+        # The value of the sequence's ratio, the gradient of the token's.
+        log_ratio = sequence_means(log_ratio.detach(), used, cu_seqlens) + log_ratio - log_ratio.detach()
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     advantages = torch.where(used, advantages, 0.0)
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    with torch.no_grad():
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    if loss in ("cispo", "reinforce"):
+        factor = bounded.detach() if loss == "cispo" else 1.0
+        losses = -factor * advantages * log_probs.masked_fill(~used, 0.0)
+        is_clipped = (bounded != ratio) & (advantages != 0) if loss == "cispo" else torch.zeros_like(mask)
+    else:
+        losses = -torch.minimum(ratio * advantages, bounded * advantages)
         is_clipped = ((ratio > 1 + clip_high) & (advantages > 0)) | ((ratio < 1 - clip_low) & (advantages < 0))
+        if loss == "dual_clip":
+            limit = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
+            is_clipped = is_clipped | (losses > limit)
+            losses = torch.minimum(losses, limit)
+    with torch.no_grad():
         metrics = {
             "ratio_min": torch.where(used, ratio, torch.inf).amin() if len(ratio) else ratio.new_tensor(torch.inf),
             "ratio_max": torch.where(used, ratio, -torch.inf).amax() if len(ratio) else ratio.new_tensor(-torch.inf),
             "clipped_tokens": is_clipped.sum(),
         }
-    return -surrogate.sum(), metrics
+    return (losses if weights is None else weights * losses).sum(), metrics
+
+
+def aggregation_weights(
+    mask: Bool[Tensor, " T"], cu_seqlens: Int[Tensor, " N1"], aggregation: Aggregation, *, max_tokens: int
+) -> tuple[Float[Tensor, " T"], int]:
+    """What each token's loss weighs, and what these tokens add to the normalizer: loss = sum w_t l_t / normalizer.
+
+    ``token``: 1, over the number of response tokens: every token counts the same (DAPO, Yu et al. 2025, section 3.3).
+    ``sequence``: 1 / response tokens of its sequence, over the number of sequences: the mean of means (GRPO, Shao et
+    al. 2024, equation 3).
+    ``constant``: 1 / ``max_tokens``, over the number of sequences: no length enters (Dr. GRPO, Liu et al. 2025,
+    section 3.2).
+
+    Sequences without a response token count for nothing. The caller adds up the normalizers of all micro-batches (and
+    ranks) of the optimizer step, so that the gradient does not depend on the cut. Raises ValueError for another name.
+    """
+    counts = _segment_sums(mask.double(), cu_seqlens)
+    num_sequences = int((counts > 0).sum())
+    ones = mask.float()
+    if aggregation == "token":
+        return ones, int(mask.sum())
+    if aggregation == "sequence":
+        return ones / per_token(counts, cu_seqlens).clamp(min=1).float(), num_sequences
+    if aggregation == "constant":
+        return ones / max_tokens, num_sequences
+    raise ValueError(f'aggregation must be "token", "sequence" or "constant", got {aggregation!r}')
+
+
+def sequence_sums(
+    values: Float[Tensor, " T"], mask: Bool[Tensor, " T"], cu_seqlens: Int[Tensor, " N1"]
+) -> Float[Tensor, " N"]:
+    """Sum over the masked tokens of each sequence, in float64; what stands outside the mask does not matter."""
+    return _segment_sums(values.masked_fill(~mask, 0.0).double(), cu_seqlens)
+
+
+def sequence_means(
+    values: Float[Tensor, " T"], mask: Bool[Tensor, " T"], cu_seqlens: Int[Tensor, " N1"]
+) -> Float[Tensor, " T"]:
+    """Mean over the masked tokens of each sequence, at each of its tokens; 0 where it has none."""
+    counts = _segment_sums(mask.double(), cu_seqlens).clamp(min=1)
+    return per_token(sequence_sums(values, mask, cu_seqlens) / counts, cu_seqlens).to(values.dtype)
+
+
+def per_token(values: Float[Tensor, " N"], cu_seqlens: Int[Tensor, " N1"]) -> Float[Tensor, " T"]:
+    """One number a sequence, at each of its tokens."""
+    return values.repeat_interleave(cu_seqlens.diff().long())
+
+
+def _segment_sums(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    index = torch.arange(len(cu_seqlens) - 1, device=values.device).repeat_interleave(cu_seqlens.diff().long())
+    return values.new_zeros(len(cu_seqlens) - 1).index_add(0, index, values)
 
 
 def kl(log_probs: Float[Tensor, " T"], ref_log_probs: Float[Tensor, " T"], estimator: Estimator) -> Float[Tensor, " T"]:

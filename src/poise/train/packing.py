@@ -16,20 +16,27 @@ Demonstration = Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
 def pack(
-    trajectories: Sequence[Trajectory], advantages: Float[Tensor, " N"], *, tokens_per_microbatch: int
+    trajectories: Sequence[Trajectory],
+    advantages: Float[Tensor, " N"] | Sequence[Float[Tensor, " turns"]],
+    *,
+    tokens_per_microbatch: int,
 ) -> list[Batch]:
     """Micro-batches of at most ``tokens_per_microbatch`` rows.
 
     A trajectory of n tokens gives n - 1 rows: row t reads token t and speaks of token t + 1. ``advantages[i]`` goes to
-    each token that was sampled in trajectory i. First-fit decreasing: the longest first, each into the first
-    micro-batch with room (ties in the order given), so the outcome depends on nothing but the lengths. A trajectory in
+    each token that was sampled in trajectory i; where it holds one number a turn, to those of that turn. First-fit
+    decreasing: the longest first, each into the first micro-batch with room (ties in the order given), so the outcome
+    depends on nothing but the lengths. A trajectory in
     which nothing was sampled takes part and changes nothing. Raises ValueError for a trajectory that does not fit, ends
-    in ENV_ERROR or has fewer than two tokens, and where only some carry routes.
+    in ENV_ERROR or has fewer than two tokens, where only some carry routes, and where a token but the first lacks them.
     """
-    if advantages.shape != (len(trajectories),):
-        raise ValueError(f"advantages is {list(advantages.shape)} for {len(trajectories)} trajectories")
+    if len(advantages) != len(trajectories):
+        raise ValueError(f"advantages has {len(advantages)} entries for {len(trajectories)} trajectories")
     sequences = []
-    for index, (trajectory, advantage) in enumerate(zip(trajectories, advantages.tolist(), strict=True)):
+    for index, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True)):
+        num_turns = len(trajectory.turns)
+        if advantage.dim() and len(advantage) != num_turns:
+            raise ValueError(f"advantages[{index}] has {len(advantage)} numbers for {num_turns} turns")
         if trajectory.stop is Stop.ENV_ERROR:
             raise ValueError(f"trajectory {index} ({trajectory.episode_id}) ended in ENV_ERROR: never trained on")
         sequences.append(
@@ -37,8 +44,8 @@ def pack(
                 token_ids=np.array(trajectory.token_ids, dtype=np.int64),
                 mask=np.array(trajectory.response_mask, dtype=bool),
                 rollout_log_probs=np.array(trajectory.rollout_log_probs, dtype=np.float32),
-                advantage=advantage,
-                routes=trajectory.routes,
+                advantages=_token_advantages(trajectory, advantage.expand(num_turns).tolist()),
+                routes=_routes(trajectory),
             )
         )
     return _pack(sequences, tokens_per_microbatch)
@@ -59,7 +66,7 @@ def pack_demonstrations(demonstrations: Sequence[Demonstration], *, tokens_per_m
                 token_ids=np.array(token_ids, dtype=np.int64),
                 mask=np.array(mask, dtype=bool),
                 rollout_log_probs=np.zeros(len(token_ids), dtype=np.float32),
-                advantage=1.0,
+                advantages=np.array(mask, dtype=np.float32),
             )
         )
     return _pack(sequences, tokens_per_microbatch)
@@ -72,12 +79,31 @@ class _Sequence:
     token_ids: NDArray[np.int64]
     mask: NDArray[np.bool_]
     rollout_log_probs: NDArray[np.float32]
-    advantage: float
+    advantages: NDArray[np.float32]
     routes: NDArray[np.int16] | None = None
 
     @property
     def num_rows(self) -> int:
         return len(self.token_ids) - 1
+
+
+def _token_advantages(trajectory: Trajectory, advantages: Sequence[float]) -> NDArray[np.float32]:
+    """Each turn's at its sampled tokens, 0 at observations."""
+    parts = [
+        part
+        for turn, advantage in zip(trajectory.turns, advantages, strict=True)
+        for part in (np.zeros(len(turn.observation_ids)), np.full(len(turn.action_ids), advantage))
+    ]
+    return np.concatenate(parts).astype(np.float32) if parts else np.zeros(0, dtype=np.float32)
+
+
+def _routes(trajectory: Trajectory) -> NDArray[np.int16] | None:
+    """Row i of the experts belongs to token i; only the first token of a stream has none."""
+    routes = trajectory.routes
+    if routes is not None and (routes[1:] < 0).any():
+        row = 1 + int((routes[1:] < 0).any(axis=(1, 2)).argmax())
+        raise ValueError(f"trajectory {trajectory.episode_id}: token {row} of {len(routes)} has no routes")
+    return routes
 
 
 def _pack(sequences: Sequence[_Sequence], tokens_per_microbatch: int) -> list[Batch]:
@@ -93,12 +119,15 @@ def _pack(sequences: Sequence[_Sequence], tokens_per_microbatch: int) -> list[Ba
             )
     if len({sequence.routes is None for sequence in sequences}) > 1:
         raise ValueError("trajectories: routes are recorded for all or for none")
-    bins = _first_fit_decreasing([sequence.num_rows for sequence in sequences], tokens_per_microbatch)
+    bins = first_fit_decreasing([sequence.num_rows for sequence in sequences], tokens_per_microbatch)
     return [_batch([sequences[index] for index in members]) for members in bins]
 
 
-def _first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of the sizes that share a bin; within a bin in the order given."""
+def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """What ``pack`` puts together, given the rows of each sequence: indices of the sizes that share a bin.
+
+    Within a bin in the order given.
+    """
     bins: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -114,7 +143,6 @@ def _first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]
 def _batch(sequences: Sequence[_Sequence]) -> Batch:
     lengths = [sequence.num_rows for sequence in sequences]
     mask = np.concatenate([sequence.mask[1:] for sequence in sequences])
-    advantages = np.repeat(np.array([sequence.advantage for sequence in sequences], dtype=np.float32), lengths)
     routes = [sequence.routes[1:] for sequence in sequences if sequence.routes is not None]
     return Batch(
         input_ids=torch.from_numpy(np.concatenate([sequence.token_ids[:-1] for sequence in sequences])),
@@ -123,6 +151,6 @@ def _batch(sequences: Sequence[_Sequence]) -> Batch:
         cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
         response_mask=torch.from_numpy(mask),
         rollout_log_probs=torch.from_numpy(np.concatenate([sequence.rollout_log_probs[1:] for sequence in sequences])),
-        advantages=torch.from_numpy(np.where(mask, advantages, np.float32(0))),
+        advantages=torch.from_numpy(np.concatenate([sequence.advantages[1:] for sequence in sequences])),
         routes=torch.from_numpy(np.concatenate(routes)) if routes else None,
     )

@@ -10,11 +10,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from poise.algo.correction import mismatch
-from poise.algo.losses import kl, policy_loss
-from poise.config import Config, OptimizerConfig, RunError, WarmStartConfig
+from poise.algo.correction import mismatch, rollout_correction
+from poise.algo.losses import aggregation_weights, kl, policy_loss
+from poise.config import AlgorithmConfig, Config, OptimizerConfig, RunError, WarmStartConfig
 from poise.model import GptOss, packed_attend, top_k_route
+from poise.model.gpt_oss import Route
 from poise.ops.log_probs import token_log_probs
+from poise.train.replay import recording_route, replay_route
 from poise.types import Batch
 
 Schedule = Callable[[int], float]
@@ -27,6 +29,10 @@ class GradientError(RunError):
 
 class MismatchError(RunError):
     """Trainer and engine disagree about the same tokens under the same weights."""
+
+
+class CorrectionError(RunError):
+    """Rollout correction has left nothing to learn from."""
 
 
 def warmup_schedule(config: OptimizerConfig) -> Schedule:
@@ -75,23 +81,25 @@ class Trainer:
         return deepcopy(self.model).eval().requires_grad_(False)
 
     def log_probs(
-        self, batch: Batch, *, model: GptOss | None = None, temperature: float | None = None
+        self,
+        batch: Batch,
+        *,
+        model: GptOss | None = None,
+        temperature: float | None = None,
+        route: Route | None = None,
     ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
         """Log-probs of ``target_ids`` and entropies in nats; 0 outside ``response_mask``.
 
         The policy is softmax(logits / temperature), by default with the temperature of the rollouts. ``model``: whose;
-        by default the policy's. Only rows in the mask go through the vocabulary.
+        by default the policy's. ``route``: by default the router's top-k. Only rows in the mask go through the
+        vocabulary.
         """
         model = self.model if model is None else model
         temperature = self.config.rollout.temperature if temperature is None else temperature
         batch = self._to_device(batch)
-        hidden = model(
-            batch.input_ids,
-            batch.position_ids,
-            packed_attend(batch.cu_seqlens),
-            top_k_route(model.config.experts_per_token),
-            recompute=self.config.run.recompute,
-        )
+        route = route or top_k_route(model.config.experts_per_token)
+        attend, how = packed_attend(batch.cu_seqlens), self.config.run.recompute
+        hidden = model(batch.input_ids, batch.position_ids, attend, route, recompute=how)
         mask = batch.response_mask
         values = token_log_probs(hidden[mask], model.lm_head.weight, batch.target_ids[mask], temperature=temperature)
         log_probs, entropy = (hidden.new_zeros(len(mask), dtype=v.dtype).masked_scatter(mask, v) for v in values)
@@ -99,8 +107,24 @@ class Trainer:
 
     @torch.no_grad()
     def with_old_log_probs(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Batches that know the policy as it is now: call once before the first of several updates on them."""
-        return [replace(batch, old_log_probs=self._log_probs_on(batch, self.model)) for batch in batches]
+        """Batches that know the policy as it is now: call once before the first of several updates on them.
+
+        ``replay_routes`` "trainer" keeps the experts of this pass, "engine" replays those of the rollout. The
+        experiment ``recompute_old_log_probs`` makes the pass in its type.
+        """
+        dtype = self.config.algorithm.recompute_old_log_probs
+        model = self.model if dtype == "none" else deepcopy(self.model).to(getattr(torch, dtype))
+        return [self._with_old_log_probs(batch, model) for batch in batches]
+
+    def _with_old_log_probs(self, batch: Batch, model: GptOss) -> Batch:
+        if self.config.algorithm.replay_routes != "trainer":
+            return replace(batch, old_log_probs=self._log_probs_on(batch, model, self._route(batch)))
+        recorded: list[Tensor] = []
+        route = recording_route(top_k_route(model.config.experts_per_token), recorded)
+        old_log_probs = self._log_probs_on(batch, model, route)
+        return replace(
+            batch, old_log_probs=old_log_probs, routes=torch.stack(recorded, dim=1).to(batch.input_ids.device)
+        )
 
     @torch.no_grad()
     def with_ref_log_probs(self, batches: Sequence[Batch], reference: GptOss) -> list[Batch]:
@@ -116,51 +140,30 @@ class Trainer:
     ) -> dict[str, float]:
         """One policy-gradient step over the micro-batches together.
 
-        loss = sum over the response tokens of all of them (policy_loss + kl_weight kl - entropy_weight entropy) / their
-        number, so that the gradient does not depend on the cut. Without ``old_log_probs`` they are the log-probs of
-        this very forward: the ratio is exactly 1. Mismatch compares the log-probs before the first update with the
-        engine's. Returns numbers per step. Raises ValueError without a response token, or without ``ref_log_probs``
-        where ``kl_weight`` asks for them. Raises, leaving the weights alone, MismatchError where the mean mismatch is
-        above ``max_mismatch`` (nats; None: no bound), and GradientError for a gradient that is not finite.
-        ``on_batch(num_tokens)`` is called after each micro-batch that has a response token.
+        loss = sum over the response tokens of all of them a_t (w_t policy_loss + kl_weight kl - entropy_weight entropy)
+        / normalizer, with a_t and the normalizer from ``aggregation`` over the whole step, so that the gradient does
+        not depend on the cut, and w_t from ``correction``. Without ``old_log_probs`` they are the log-probs of this
+        very forward: the ratio is exactly 1. Mismatch compares the log-probs before the first update with the engine's.
+        Returns numbers per step. Raises ValueError without a response token, or without the ``ref_log_probs`` or
+        ``routes`` that the configuration asks for. Raises, leaving the weights alone, MismatchError where the mean
+        mismatch is above ``max_mismatch`` (nats; None: no bound), CorrectionError where every token is masked, and
+        GradientError for a gradient that is not finite. ``on_batch(num_tokens)`` is called after each micro-batch that
+        has a response token.
         """
         algorithm = self.config.algorithm
-        if algorithm.kl_weight > 0 and any(batch.ref_log_probs is None for batch in batches):
+        if algorithm.kl_weight > 0 and algorithm.kl_in == "loss" and any(b.ref_log_probs is None for b in batches):
             raise ValueError("step: algorithm.kl_weight is positive but a batch has no ref_log_probs")
         started = time.perf_counter()
         num_tokens = _num_response_tokens(batches)
+        normalizer = sum(self._aggregation_weights(batch)[1] for batch in batches)
+        mean_weight = self._mean_weight(batches) if algorithm.normalize_correction else 1.0
         totals = _Totals()
         for batch in self._with_response(batches):
-            mask = batch.response_mask
-            log_probs, entropy = self.log_probs(batch)
-            old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-            loss, metrics = policy_loss(
-                log_probs,
-                old_log_probs,
-                batch.advantages,
-                mask,
-                clip_low=algorithm.clip_low,
-                clip_high=algorithm.clip_high,
-            )
-            if batch.ref_log_probs is not None:
-                kl_sum = kl(log_probs, batch.ref_log_probs, algorithm.kl_estimator)[mask].sum()
-                loss = loss + algorithm.kl_weight * kl_sum
-                totals.add(kl=kl_sum)
-            if algorithm.entropy_weight != 0:
-                loss = loss - algorithm.entropy_weight * entropy.sum()
-            (loss / num_tokens).backward()
-            difference = mismatch(old_log_probs, batch.rollout_log_probs, mask)
-            totals.add(
-                loss=loss,
-                entropy=entropy.sum(),
-                clip_fraction=metrics["clipped_tokens"],
-                mismatch_mean=difference["abs_sum"],
-                mismatch_k3=difference["k3_sum"],
-            )
-            totals.lower(ratio_min=metrics["ratio_min"])
-            totals.raise_(ratio_max=metrics["ratio_max"], mismatch_max=difference["abs_max"])
-            on_batch(len(mask))
-        means = totals.per_token(num_tokens)
+            loss = self._loss(batch, mean_weight, totals)
+            (loss / normalizer).backward()
+            totals.add(loss=loss * (num_tokens / normalizer))
+            on_batch(len(batch.input_ids))
+        means = _correction_means(totals.per_token(num_tokens))
         # Not `mean > bound`: a NaN must not pass.
         if max_mismatch is not None and not means["mismatch_mean"] <= max_mismatch:
             self.optimizer.zero_grad()
@@ -168,7 +171,83 @@ class Trainer:
                 f"step {self.steps_done}: trainer and engine differ by {means['mismatch_mean']:.3g} nats per sampled "
                 f"token in the mean ({means['mismatch_max']:.3g} at most); the bound on the mean is {max_mismatch:.3g}"
             )
+        if algorithm.correction == "mask" and means["correction_limited"] == 1:
+            self.optimizer.zero_grad()
+            raise CorrectionError(
+                f"step {self.steps_done}: algorithm.correction masked every token: no ratio of trainer to engine lies "
+                f"within correction_low ({algorithm.correction_low:g}) and correction_high "
+                f"({algorithm.correction_high:g})"
+            )
         return means | self._update() | _throughput(batches, num_tokens, started)
+
+    def _loss(self, batch: Batch, mean_weight: float, totals: "_Totals") -> Tensor:
+        """The weighted sum of one micro-batch, with its graph; numbers about it go to ``totals``."""
+        algorithm, mask = self.config.algorithm, batch.response_mask
+        drifted: list[Tensor] = []
+        log_probs, entropy = self.log_probs(batch, route=self._route(batch, drifted))
+        if drifted:
+            share = torch.stack(drifted).sum() / (len(mask) * len(drifted))
+            totals.add(route_drift=share * mask.sum())
+        old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+        shares, _ = self._aggregation_weights(batch)
+        weights, _, correction = _rollout_correction(batch, old_log_probs, algorithm)
+        loss, metrics = policy_loss(
+            log_probs,
+            old_log_probs,
+            batch.advantages,
+            mask,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            loss=algorithm.loss,
+            dual_clip=algorithm.dual_clip,
+            cu_seqlens=batch.cu_seqlens,
+            weights=shares * weights / mean_weight,
+        )
+        if batch.ref_log_probs is not None:
+            estimates = kl(log_probs, batch.ref_log_probs, algorithm.kl_estimator)
+            loss = loss + algorithm.kl_weight * (shares * estimates)[mask].sum()
+            totals.add(kl=estimates[mask].sum())
+        if algorithm.entropy_weight != 0:
+            loss = loss - algorithm.entropy_weight * (shares * entropy).sum()
+        difference = mismatch(old_log_probs, batch.rollout_log_probs, mask)
+        totals.add(
+            entropy=entropy.sum(),
+            clip_fraction=metrics["clipped_tokens"],
+            mismatch_mean=difference["abs_sum"],
+            mismatch_k1=difference["k1_sum"],
+            mismatch_k3=difference["k3_sum"],
+            **correction,
+        )
+        totals.lower(ratio_min=metrics["ratio_min"])
+        totals.raise_(ratio_max=metrics["ratio_max"], mismatch_max=difference["abs_max"])
+        return loss
+
+    def _route(self, batch: Batch, drifted: list[Tensor] | None = None) -> Route:
+        """The router's own top-k, or the experts that the batch carries."""
+        source = self.config.algorithm.replay_routes
+        if source == "none":
+            return top_k_route(self.model.config.experts_per_token)
+        if batch.routes is None:
+            raise ValueError(f'algorithm.replay_routes is "{source}" but a batch has no routes')
+        return replay_route(batch.routes.to(self.device), drifted)
+
+    def _aggregation_weights(self, batch: Batch) -> tuple[Tensor, int]:
+        return aggregation_weights(
+            batch.response_mask,
+            batch.cu_seqlens,
+            self.config.algorithm.aggregation,
+            max_tokens=self.config.rollout.max_context_tokens,
+        )
+
+    def _mean_weight(self, batches: Sequence[Batch]) -> float:
+        """Mean weight of rollout correction over the response tokens of the whole step."""
+        total = 0.0
+        for batch in batches:
+            known = batch if batch.old_log_probs is not None else self.with_old_log_probs([batch])[0]
+            assert known.old_log_probs is not None
+            total += _rollout_correction(known, known.old_log_probs, self.config.algorithm)[0].double().sum().item()
+        # 0 only where every token is masked, which the step itself refuses.
+        return total / _num_response_tokens(batches) or 1.0
 
     def supervised_step(self, batches: Sequence[Batch]) -> dict[str, float]:
         """One step of imitation: loss = -(sum of the response tokens' log-probs) / their number, at temperature 1.
@@ -203,8 +282,8 @@ class Trainer:
         """Those that can change anything, one at a time on the model's device."""
         return (self._to_device(batch) for batch in batches if batch.num_response_tokens)
 
-    def _log_probs_on(self, batch: Batch, model: GptOss) -> Tensor:
-        log_probs, _ = self.log_probs(batch, model=model)
+    def _log_probs_on(self, batch: Batch, model: GptOss, route: Route | None = None) -> Tensor:
+        log_probs, _ = self.log_probs(batch, model=model, route=route)
         return log_probs.to(batch.input_ids.device)
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -234,6 +313,38 @@ class _Totals:
     def per_token(self, num_tokens: int) -> dict[str, float]:
         means = {name: value.item() / num_tokens for name, value in self._sums.items()}
         return means | {name: value.item() for name, value in self._extremes.items()}
+
+
+def _rollout_correction(
+    batch: Batch, old_log_probs: Tensor, algorithm: AlgorithmConfig
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Weights alone: what is rejected never comes here, since that is decided before the baseline."""
+    return rollout_correction(
+        old_log_probs,
+        batch.rollout_log_probs,
+        batch.response_mask,
+        batch.cu_seqlens,
+        correction=algorithm.correction,
+        level=algorithm.correction_level,
+        low=algorithm.correction_low,
+        high=algorithm.correction_high,
+    )
+
+
+def _correction_means(means: dict[str, float]) -> dict[str, float]:
+    """Sums over tokens and sequences, each divided by the number of tokens, become means of their own kind.
+
+    ``effective_samples``: (sum r)^2 / (n sum r^2) over the tokens' ratios trainer / engine, from 1 / n to 1.
+    """
+    num_sequences = means.pop("num_sequences")
+    del means["rejected_sequences"], means["vetoed_sequences"]
+    return means | {
+        "effective_samples": means.pop("ratio_sum") ** 2 / means.pop("ratio_square_sum"),
+        "mismatch_chi2": means.pop("chi2_sum"),
+        "mismatch_chi2_sequence": means.pop("chi2_sequence_sum") / num_sequences,
+        "perplexity_gap": means.pop("perplexity_gap_sum") / num_sequences,
+        "correction_limited": means.pop("limited_tokens"),
+    }
 
 
 def _num_response_tokens(batches: Sequence[Batch]) -> int:

@@ -141,7 +141,7 @@ def test_equals_reference(window, dtype):
     [
         (8, 1, 64, (1, 63, 128, 129, 300), 128, torch.bfloat16),
         (8, 1, 64, (63, 129), None, torch.float32),
-        (3, 3, 32, (200,), 50, torch.float16),
+        (3, 3, 32, (200,), 66, torch.float16),  # windows reach one key, one query into the next tile
         (4, 2, 5, (70, 65), None, torch.float32),  # padded to 16 channels
         (2, 1, 80, (70, 129), 100, torch.float32),  # padded to 128
         (2, 1, 128, (70, 200), None, torch.bfloat16),

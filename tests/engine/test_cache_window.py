@@ -77,3 +77,36 @@ def test_distance_127_matters_and_128_does_not(pieces):
     assert (change[40:168] > 0).all()
     assert (change[:40] == 0).all()
     assert (change[168:] == 0).all()
+
+
+@pytest.mark.parametrize("max_scores", [1, 4 * 90 * 290 * 2, 2**24], ids=["one slot", "two slots", "all at once"])
+def test_slots_that_continue_together_see_their_own_history_however_they_are_grouped(max_scores, monkeypatch):
+    monkeypatch.setattr("poise.engine.cache.MAX_SCORES", max_scores)
+    q, k, v, sinks = tokens()
+    starts, lengths = (200, 130, 50), (90, 3, 70)  # each slot is fed the first tokens of its own sequence
+    for layer, window in ((SLIDING, WINDOW), (FULL, None)):
+        cache = empty_cache()
+        episodes = [[x.roll(slot, dims=0) for x in (q, k, v)] for slot in range(3)]
+        for slot, (start, episode) in enumerate(zip(starts, episodes, strict=True)):
+            cache.attend([Chunk(slot=slot, start=0, num_tokens=start)])(
+                layer, *(x[:start] for x in episode), sinks, window
+            )
+        attention = cache.attend(
+            [
+                Chunk(slot=slot, start=start, num_tokens=n)
+                for slot, (start, n) in enumerate(zip(starts, lengths, strict=True))
+            ]
+        )
+        assert len(attention.padded) == {1: 3, 2**24: 1}.get(max_scores, 2)
+        fed_now = [
+            torch.cat(
+                [episode[i][start : start + n] for episode, start, n in zip(episodes, starts, lengths, strict=True)]
+            )
+            for i in range(3)
+        ]
+        outs = attention(layer, *fed_now, sinks, window).split(lengths)
+        for out, episode, start, n in zip(outs, episodes, starts, lengths, strict=True):
+            cu_seqlens = torch.tensor([0, start + n], dtype=torch.int32)
+            whole = [x[: start + n] for x in episode]
+            expected = sink_attention(*whole, sinks, cu_seqlens=cu_seqlens, window=window, kernel="reference")
+            torch.testing.assert_close(out, expected[start:], rtol=1e-5, atol=1e-5)

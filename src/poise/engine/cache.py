@@ -16,6 +16,9 @@ from torch import Tensor
 from poise.model import GptOssConfig
 from poise.ops.attention import sink_attention
 
+# Scores that attention to the cache holds at once, unless a single slot has more: 64 MiB in float32.
+MAX_SCORES = 2**24
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
@@ -32,7 +35,7 @@ class KeyValueCache:
     def __init__(
         self, config: GptOssConfig, *, num_slots: int, max_context_tokens: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.num_kv_heads = config.num_kv_heads
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.windows = config.windows
         self.max_context_tokens = max_context_tokens
         shapes = [
@@ -85,7 +88,12 @@ class CachedAttention:
             self._lay_out_decode(slots[: self.num_decode], starts[: self.num_decode])
             self.decode_masks = {window: self._decode_mask(window) for window in set(cache.windows)}
         if self.continuing:
-            self.padded = _PaddedChunks(self.continuing, first_token=self.num_decode, cache=cache)
+            self.padded: list[tuple[slice, _PaddedChunks]] = []
+            first = self.num_decode
+            for group in _groups_of_bounded_scores(self.continuing, cache.num_heads):
+                last = first + sum(chunk.num_tokens for chunk in group)
+                self.padded.append((slice(first, last), _PaddedChunks(group, cache=cache)))
+                first = last
         if self.fresh:
             borders = [0, *accumulate(c.num_tokens for c in self.fresh)]
             # Of inference mode it would have no version, and each layer would wait for the device to read it again.
@@ -105,8 +113,9 @@ class CachedAttention:
         n, m = self.num_decode, self.num_cached
         parts = []
         if self.continuing:  # before the writes: on a ring they overwrite keys that the chunk's first tokens still see
-            history = self.padded.history(keys, values, window)
-            parts.append(self.padded.attention(history, q[n:m], k[n:m], v[n:m], sinks, window))
+            for tokens, padded in self.padded:
+                history = padded.history(keys, values, window)
+                parts.append(padded.attention(history, q[tokens], k[tokens], v[tokens], sinks, window))
         self._write(keys, k, window)
         self._write(values, v, window)
         if self.decode:
@@ -176,7 +185,7 @@ class CachedAttention:
 class _PaddedChunks:
     """Continuing chunks, padded to [B, N]: each token sees its slot's history and the chunk up to itself."""
 
-    def __init__(self, chunks: Sequence[Chunk], *, first_token: int, cache: KeyValueCache) -> None:
+    def __init__(self, chunks: Sequence[Chunk], *, cache: KeyValueCache) -> None:
         device = cache.keys[0].device
         self.slots = torch.tensor([c.slot for c in chunks], device=device)
         self.starts = torch.tensor([c.start for c in chunks], device=device)
@@ -243,6 +252,21 @@ def split_chunks(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[Chunk], lis
     decode = [chunk for chunk in chunks if chunk.start > 0 and chunk.num_tokens == 1]
     continuing = [chunk for chunk in chunks if chunk.start > 0 and chunk.num_tokens > 1]
     return decode, continuing, fresh
+
+
+def _groups_of_bounded_scores(chunks: Sequence[Chunk], num_heads: int) -> list[list[Chunk]]:
+    """Consecutive chunks whose padded scores [B, H, N, P + N] stay within ``MAX_SCORES``; one chunk at least."""
+    groups: list[list[Chunk]] = []
+    for chunk in chunks:
+        if groups:
+            group = [*groups[-1], chunk]
+            max_new = max(c.num_tokens for c in group)
+            longest = max(c.start for c in group) + max_new
+            if len(group) * num_heads * max_new * longest <= MAX_SCORES:
+                groups[-1] = group
+                continue
+        groups.append([chunk])
+    return groups
 
 
 def _masked_sink_attention(

@@ -19,7 +19,7 @@ from poise.config import AlgorithmConfig, Config, ConfigError, RolloutConfig
         ({"credit": "turn", "turn_discount": 1.1}, r"algorithm.turn_discount must be in \[0, 1\], got 1.1"),
         ({"kl_in": "reward"}, "algorithm.kl_in does nothing without a positive algorithm.kl_weight"),
         ({"kl_estimator": "k3"}, "algorithm.kl_estimator does nothing without a positive algorithm.kl_weight"),
-        ({"kl_weight": 0.1, "kl_in": "reward", "kl_estimator": "k3"}, 'kl_estimator does nothing without algorithm.kl_in "loss"'),
+        ({"kl_weight": 0.1, "kl_in": "reward", "kl_estimator": "k3"}, 'does nothing without algorithm.kl_in "loss"'),
         ({"correction_level": "sequence"}, "correction_level does nothing without algorithm.correction"),
         ({"correction_high": 3.0}, "correction_high does nothing without algorithm.correction"),
         ({"normalize_correction": True}, "normalize_correction does nothing without algorithm.correction"),

@@ -7,12 +7,16 @@ import pytest
 import torch
 
 from poise.config import AlgorithmConfig, Config, RolloutConfig
+from poise.envs.env import Observation, Outcome
 from poise.evaluate import evaluate
 from poise.harmony import Conversation, Renderer, byte_tokenizer, user
+from poise.interrupt import Interrupt
 from poise.loop import (
     Rollout,
+    is_equal,
     mean_metrics,
     pack_update,
+    roll_out,
     rollout_metrics,
     split_evenly,
 )
@@ -117,13 +121,9 @@ class OneWordEnv:
         return Conversation(messages=(user(self.word),))
 
     async def step(self, messages):
-        from poise.envs.env import Observation
-
         return Observation(is_done=True)
 
     async def outcome(self):
-        from poise.envs.env import Outcome
-
         if self.word == "bad":
             raise OSError("grader is gone")
         return Outcome(reward=float(self.word == "ok"))
@@ -169,3 +169,63 @@ def test_packing_respects_the_budget():
     batches = pack_update(scored([[episode(0, 1.0), episode(0, 0.0), episode(0, 0.5)]], config), config)
     assert [len(batch.input_ids) for batch in batches] == [8, 4]
     assert torch.cat([batch.input_ids for batch in batches]).tolist() == [1, 2, 3, 4] * 3
+
+
+class Mixed:
+    """Rows say whether the episodes of their group all earn 1, or every second of them."""
+
+    test_rows = ()
+
+    def __init__(self, *kinds):
+        self.train_rows = tuple({"kind": kind} for kind in kinds)
+        self.num_made = 0
+
+    def make_env(self, row):
+        self.num_made += 1
+        return OneWordEnv("ok" if row["kind"] == "equal" or self.num_made % 2 else "no")
+
+    def demonstrate(self, row):
+        return None
+
+
+def roll_out_groups(task, step, *, lockstep=False, **algorithm):
+    tokenizer = byte_tokenizer()
+    said = (tokenizer.channel, *tokenizer.encode("final"), tokenizer.message, *tokenizer.encode("x"), tokenizer.return_)
+
+    async def policy(token_ids, *, episode_id, seed, max_tokens):
+        await asyncio.sleep(0)
+        return Action(token_ids=said, log_probs=(0.0,) * len(said), is_stopped=True)
+
+    config = Config(
+        rollout=RolloutConfig(groups_per_step=3, group_size=2, max_turns=1, lockstep=lockstep),
+        algorithm=AlgorithmConfig(**algorithm),
+    )
+    return roll_out(
+        policy, Renderer(tokenizer), task, config, step=step, interrupt=Interrupt(), on_group=lambda group: None
+    )
+
+
+def ids(groups):
+    return [group[0][0].group_id for group in groups]
+
+
+def test_dynamic_sampling_is_bounded_and_counted():
+    rollout = roll_out_groups(Mixed("equal"), 1, max_resamples=2)
+    # Three rounds of three; the last stays as it is.
+    assert ids(rollout.replaced) == [0, 1, 2, 3, 4, 5]
+    assert ids(rollout.groups) == [6, 7, 8]
+    # The next step draws on, whatever this one needed.
+    assert ids(roll_out_groups(Mixed("unequal"), 2, max_resamples=2).groups) == [9, 10, 11]
+    assert ids(roll_out_groups(Mixed("equal"), 2).groups) == [3, 4, 5]
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_dynamic_sampling_replaces_what_is_equal_and_keeps_the_rest(lockstep):
+    rollout = roll_out_groups(Mixed("equal", "unequal", "unequal"), 1, lockstep=lockstep, max_resamples=8)
+    # One epoch is a permutation of the three rows: two are kept, one group is sampled anew until it is unequal.
+    assert len(rollout.groups) == 3
+    assert not any(is_equal(group) for group in rollout.groups)
+    assert all(is_equal(group) for group in rollout.replaced)
+    assert len(ids(rollout.groups)[:2]) == len({0, 1, 2} & set(ids(rollout.groups)))
+    assert len(set(ids(rollout.groups + rollout.replaced))) == 3 + len(rollout.replaced)
+    assert rollout_metrics(rollout)["replaced_groups"] == len(rollout.replaced) >= 1

@@ -1,0 +1,138 @@
+"""Every key of the algorithm and the optimizer changes the result of a tiny run, or raises."""
+
+import dataclasses
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from poise.config import AlgorithmConfig, Config, OptimizerConfig, RolloutConfig
+from poise.loop import Rollout, train
+from poise.train.packing import pack
+from poise.train.trainer import MismatchError, Trainer
+from poise.types import Stop
+
+# What each key is changed to, and the keys that must be set for it to be read.
+SEVERAL = {"updates_per_batch": 3}
+ALGORITHM = {
+    "loss": ("gspo", SEVERAL),
+    "aggregation": ("sequence", {}),
+    "normalize_advantages": ("global", {}),
+    "credit": ("turn", {}),
+    "turn_discount": (0.5, {"credit": "turn"}),
+    "clip_low": (0.01, SEVERAL),
+    "clip_high": (0.01, SEVERAL),
+    "dual_clip": (1.01, SEVERAL | {"loss": "dual_clip"}),
+    "overlong": ("filter", {}),
+    "overlong_buffer_tokens": (30, {"overlong": "penalty", "overlong_buffer_tokens": 25}),
+    "kl_weight": (0.1, {}),
+    "kl_in": ("reward", {"kl_weight": 0.1}),
+    "kl_estimator": ("k3", {"kl_weight": 10.0}),
+    "entropy_weight": (0.1, {}),
+    "updates_per_batch": (2, {}),
+    "correction": ("truncate", {}),
+    "correction_level": ("sequence", {"correction": "truncate"}),
+    "correction_low": (0.99, {"correction": "mask"}),
+    "correction_high": (1.01, {"correction": "truncate"}),
+    "normalize_correction": (True, {"correction": "truncate"}),
+    "reject_by": ("mean", {"reject_by": "max", "reject_above": 0.7}),
+    "reject_estimator": ("k3", {"reject_by": "sum", "reject_above": 1.2}),
+    "reject_above": (0.15, {"reject_by": "mean", "reject_above": 1e9}),
+    "veto_below": (0.5, {}),
+    "replay_routes": ("engine", {}),
+    "recompute_old_log_probs": ("bfloat16", {}),
+}
+OPTIMIZER = {
+    "learning_rate": 0.01,
+    "warmup_steps": 3,
+    "beta1": 0.5,
+    "beta2": 0.5,
+    "weight_decay": 0.1,
+    "max_grad_norm": 1e-9,  # Adam forgets the scale of a gradient, but not next to its epsilon of 1e-8
+}
+
+
+ROLLOUT = RolloutConfig(temperature=0.7, max_context_tokens=40, max_action_tokens=10)
+
+
+class Engine:
+    """Its log-probs are in the rollouts already."""
+
+    def new_policy_version(self, version):
+        pass
+
+
+@pytest.fixture
+def play(make_model, make_trajectories):
+    """Two steps on fixed rollouts in which every option has something to do; returns the weights.
+
+    Turn rewards, episodes that were cut, some near the limit of 40 tokens, an engine that differs, arbitrary routes.
+    """
+    generator = np.random.default_rng(0)
+    trainer = Trainer(make_model(), Config(rollout=ROLLOUT))
+    groups = [[], [], []]
+    for number, trajectory in enumerate(make_trajectories(num=9)):
+        (batch,) = trainer.with_old_log_probs(pack([trajectory], torch.zeros(1), tokens_per_microbatch=99))
+        engine = iter(
+            (batch.old_log_probs[batch.response_mask] + 0.3 * torch.randn(batch.num_response_tokens)).tolist()
+        )
+        turns = []
+        for turn in trajectory.turns:
+            num_tokens = len(turn.observation_ids) + len(turn.action_ids)
+            routes = np.stack([generator.permutation(4)[:2] for _ in range(2 * num_tokens)]).reshape(-1, 2, 2)
+            turns.append(
+                replace(
+                    turn,
+                    reward=float(generator.integers(3)),
+                    rollout_log_probs=tuple(next(engine) for _ in turn.action_ids),
+                    routes=routes.astype(np.int16),
+                )
+            )
+        stop = Stop.MAX_TOKENS if number % 3 == 2 else Stop.DONE
+        changes = {"turns": tuple(turns), "group_id": number // 3, "reward": float(generator.normal()), "stop": stop}
+        groups[number // 3].append([replace(trajectory, **changes)])
+
+    def run(algorithm, optimizer):
+        # Everything is far from the engine here, so the bound on the mismatch is out of the way unless asked for.
+        config = Config(
+            rollout=ROLLOUT,
+            algorithm=AlgorithmConfig(**{"max_mismatch": 1e9} | algorithm),
+            optimizer=OptimizerConfig(**{"learning_rate": 0.03, "warmup_steps": 0} | optimizer),
+        )
+        trainer = Trainer(make_model(), config)
+        rollouts = [Rollout(groups=groups, seconds=1.0)] * 2
+        train(trainer, trainer.make_reference(), Engine(), rollouts, config, first_step=1, on_step=lambda *_: None)
+        return trainer.model.state_dict()
+
+    return run
+
+
+def equal(first, second):
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+@pytest.mark.parametrize("key", ALGORITHM)
+def test_a_key_of_the_algorithm_changes_the_result(play, key):
+    value, needs = ALGORITHM[key]
+    # Rejection needs a policy that stays near the engine's.
+    optimizer = {"learning_rate": 1e-4} if "reject" in key or "veto" in key else {}
+    before = play(needs, optimizer)
+    assert equal(play(needs, optimizer), before), "the run itself must repeat"
+    assert not equal(play(needs | {key: value}, optimizer), before)
+
+
+@pytest.mark.parametrize("key", OPTIMIZER)
+def test_a_key_of_the_optimizer_changes_the_result(play, key):
+    assert not equal(play({}, {key: OPTIMIZER[key]}), play({}, {}))
+
+
+def test_the_bound_on_the_mismatch_raises(play):
+    with pytest.raises(MismatchError):
+        play({"max_mismatch": 1e-3}, {})
+
+
+def test_no_key_is_forgotten():
+    # `max_resamples` acts on the rollout, see test_loop.py.
+    assert {*ALGORITHM, "max_mismatch", "max_resamples"} == {f.name for f in dataclasses.fields(AlgorithmConfig)}
+    assert set(OPTIMIZER) == {f.name for f in dataclasses.fields(OptimizerConfig)}

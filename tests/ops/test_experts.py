@@ -7,7 +7,7 @@ import torch
 from transformers import GptOssConfig as HfConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from poise.ops import experts as experts_module
+from poise.ops import experts_rows
 from poise.ops.experts import routed_experts
 
 KERNELS = ("reference", "loop")
@@ -63,9 +63,9 @@ def test_activation_by_hand(kernel, gate, up, expected):
     ("num_tokens", "channels", "width", "experts", "active"),
     [(13, 6, 5, 7, 3), (13, 6, 6, 7, 3), (1, 4, 8, 3, 1), (129, 8, 3, 5, 4)],
 )
-@pytest.mark.parametrize("max_block", [experts_module.MAX_BLOCK, 50])  # all rows at once, and a few at a time
+@pytest.mark.parametrize("max_block", [experts_rows.MAX_BLOCK, 50])  # all rows at once, and a few at a time
 def test_equals_transformers(kernel, num_tokens, channels, width, experts, active, max_block, monkeypatch):
-    monkeypatch.setattr(experts_module, "MAX_BLOCK", max_block)
+    monkeypatch.setattr(experts_rows, "MAX_BLOCK", max_block)
     # Down projections are random, so a transposed square one (6 x 6) would show.
     tensors, ids, weights = operands(num_tokens, channels, width, experts, active)
     module = GptOssExperts(
@@ -147,7 +147,7 @@ def test_rows_do_not_depend_on_the_batch():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kernel": "triton"}, "kernel must be one of auto, loop, reference"),
+        ({"kernel": "triton"}, "kernel must be one of auto, loop, grouped, reference"),
         ({"expert_ids": torch.tensor([[7]])}, "must be 0..2, got 7"),
         ({"expert_ids": torch.tensor([[-1]])}, "must be 0..2, got -1"),
         ({"expert_ids": torch.tensor([[0, 1]])}, "do not fit"),

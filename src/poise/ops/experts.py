@@ -1,22 +1,39 @@
 """Routed experts: the matrix products of a mixture of experts, with a backward written by hand."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-KERNELS = ("auto", "loop", "reference")
-# Elements of a block of rows in elementwise maths: 1 MiB in float32.
-MAX_BLOCK = 2**18
+from poise.ops.experts_rows import (
+    HALF_TYPES,
+    Span,
+    StackGradient,
+    activation,
+    activation_backward,
+    add_bias_gradient,
+    counts_of,
+    dots_with_bias,
+    products,
+    rows_per_span,
+    spans_of_counts,
+    spans_of_sorted,
+)
+from poise.ops.mxfp4 import Mxfp4Stack
+
+KERNELS = ("auto", "loop", "grouped", "reference")
+# Gate and up of the first rows are kept for the backward pass, up to so many elements (16 MiB in float32) or a quarter
+# of their weights, whose gradients take more memory anyway; those of further rows are computed again.
+MAX_KEPT = 2**22
 
 
 def routed_experts(
     x: Float[Tensor, "T D"],
-    gate_up: Float[Tensor, "E D F2"],
+    gate_up: Float[Tensor, "E D F2"] | Mxfp4Stack,
     gate_up_bias: Float[Tensor, "E F2"],
-    down: Float[Tensor, "E F D"],
+    down: Float[Tensor, "E F D"] | Mxfp4Stack,
     down_bias: Float[Tensor, "E D"],
     expert_ids: Int[Tensor, "T A"],
     expert_weights: Float[Tensor, "T A"],
@@ -24,6 +41,7 @@ def routed_experts(
     alpha: float = 1.702,
     limit: float = 7.0,
     kernel: str = "auto",
+    max_tokens_per_chunk: int | None = None,
 ) -> Float[Tensor, "T D"]:
     """The weighted sum of each token's experts.
 
@@ -31,16 +49,45 @@ def routed_experts(
     act(h) = (up + 1) gate sigmoid(alpha gate), gate = min(h[0::2], limit), up = clamp(h[1::2], -limit, limit).
     "gpt-oss-120b & gpt-oss-20b Model Card" (arXiv 2508.10925), section 2.3.
 
-    ``kernel``: "loop" sorts the rows by expert and multiplies expert by expert; "reference" is the equation; "auto"
-    takes "loop". Two runs on the same input give the same bits on the CPU. Raises ValueError for an expert id outside
-    0..E-1, operands that do not fit together and an unknown kernel.
+    ``kernel``: "loop" multiplies the rows, sorted by expert, expert by expert; "grouped" all experts of them at once
+    with torch's grouped products (float32 and half types; made for bfloat16 on GPUs); "reference" is the equation;
+    "auto" takes "grouped" for bfloat16 on GPUs, else "loop". Half types on the CPU are computed in float32, expert by
+    expert. Frozen weights may stay packed (``Mxfp4Stack``; kernel "loop"), they are unpacked expert by expert.
+
+    ``max_tokens_per_chunk``: the rows of so many tokens (A each) exist at once, and no gate and up are kept for the
+    backward pass; None: "loop" holds about 1024 rows or 16 MiB, the larger, and "grouped" all of them, at most
+    1.5 T A (D + 2F) elements beside operands, result and gradients.
+
+    Two runs on the same input give the same bits. Raises ValueError for an expert id outside 0..E-1 (on GPUs the
+    device raises), operands that do not fit together, a kernel that is unknown or does not fit them.
     """
     _check_operands(x, gate_up, gate_up_bias, down, down_bias, expert_ids, expert_weights)
+    if max_tokens_per_chunk is not None and max_tokens_per_chunk < 1:
+        raise ValueError(f"max_tokens_per_chunk must be positive or None, got {max_tokens_per_chunk}")
+    kernel = _chosen_kernel(kernel, x, gate_up, down)
     if kernel == "reference":
+        assert isinstance(gate_up, Tensor)
+        assert isinstance(down, Tensor)
         return _reference(x, gate_up, gate_up_bias, down, down_bias, expert_ids, expert_weights, alpha, limit)
+    weights = (gate_up, gate_up_bias, down, down_bias)
+    max_rows = None if max_tokens_per_chunk is None else max_tokens_per_chunk * max(1, expert_ids.shape[1])
+    return _RoutedExperts.apply(x, *weights, expert_ids, expert_weights, alpha, limit, kernel == "grouped", max_rows)
+
+
+def _chosen_kernel(kernel: str, x: Tensor, gate_up: Tensor | Mxfp4Stack, down: Tensor | Mxfp4Stack) -> str:
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
-    return _LoopedExperts.apply(x, gate_up, gate_up_bias, down, down_bias, expert_ids, expert_weights, alpha, limit)
+    is_packed = isinstance(gate_up, Mxfp4Stack) or isinstance(down, Mxfp4Stack)
+    # Rows of grouped products start at multiples of 16 bytes.
+    is_aligned = all(size % 8 == 0 for size in (*gate_up.shape[1:], *down.shape[1:]))
+    is_grouped = x.is_cuda and x.dtype == torch.bfloat16 and is_aligned and not is_packed
+    if kernel == "auto":
+        return "grouped" if is_grouped and torch.cuda.get_device_capability(x.device) >= (8, 0) else "loop"
+    if is_packed and kernel != "loop":
+        raise ValueError(f"kernel {kernel!r} takes no packed weights: choose 'loop' or unpack them")
+    if kernel == "grouped" and x.dtype == torch.float64:
+        raise ValueError("kernel 'grouped' takes float32, float16 and bfloat16, got float64: choose 'loop'")
+    return kernel
 
 
 def _reference(
@@ -64,54 +111,8 @@ def _reference(
     return (weights.to(y.dtype)[..., None] * y).sum(dim=1)
 
 
-def _row_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same rows of each tensor, few enough that the temporaries of elementwise maths stay in the CPU's cache."""
-    rows = max(1, MAX_BLOCK // max(1, tensors[0].shape[1]))
-    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)
-
-
-def _activation(h: Tensor, alpha: float, limit: float) -> Tensor:
-    """[R, 2F] with gate and up interleaved -> [R, F]."""
-    result = h.new_empty(len(h), h.shape[1] // 2)
-    for rows, out in _row_blocks(h, result):
-        gate = rows[:, 0::2].clamp(max=limit)
-        up = rows[:, 1::2].clamp(-limit, limit)
-        swish = torch.sigmoid(gate * alpha).mul_(gate)
-        torch.addcmul(swish, swish, up, out=out)
-    return result
-
-
-def _activation_backward(
-    h: Tensor, grad_activation: Tensor, row_weights: Tensor, alpha: float, limit: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """From the gradient of the activation before weighting: weighted activation, gradient of h and of the weights.
-
-    The derivatives by gate and up are zero where the clamp holds.
-    """
-    activation, grad_h, grad_weights = (
-        torch.empty_like(grad_activation),
-        torch.empty_like(h),
-        torch.empty_like(row_weights),
-    )
-    blocks = _row_blocks(h, grad_activation, row_weights, activation, grad_h, grad_weights)
-    for rows, grad, weights, act, grad_rows, grad_w in blocks:
-        raw_gate, raw_up = rows[:, 0::2], rows[:, 1::2]
-        gate, up = raw_gate.clamp(max=limit), raw_up.clamp(-limit, limit)
-        sigmoid = torch.sigmoid(gate * alpha)
-        swish = gate.mul_(sigmoid)
-        torch.addcmul(swish, swish, up, out=act)
-        torch.sum(grad * act, dim=1, keepdim=True, out=grad_w)
-        act.mul_(weights)
-        weighted = grad * weights
-        # d swish / d gate = sigmoid + alpha gate sigmoid (1 - sigmoid) = sigmoid + alpha swish (1 - sigmoid)
-        by_gate = torch.addcmul(sigmoid, swish, 1 - sigmoid, value=alpha).mul_(up.add_(1))
-        torch.mul(weighted, by_gate.masked_fill_(raw_gate > limit, 0), out=grad_rows[:, 0::2])
-        torch.mul(weighted, swish.masked_fill_(raw_up.abs() > limit, 0), out=grad_rows[:, 1::2])
-    return activation, grad_h, grad_weights
-
-
-class _LoopedExperts(torch.autograd.Function):
-    """Rows sorted by expert; one matrix product per expert that is hit.
+class _RoutedExperts(torch.autograd.Function):
+    """Rows sorted by expert and taken span by span through both products and back into the sum.
 
     Autograd over ``weight[e]`` would allocate a gradient of the whole stack for every expert; here each expert's
     gradient is written into its slice of one stack. The activation is computed again instead of kept, and the gradient
@@ -122,95 +123,137 @@ class _LoopedExperts(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        gate_up: Tensor,
+        gate_up: Tensor | Mxfp4Stack,
         gate_up_bias: Tensor,
-        down: Tensor,
+        down: Tensor | Mxfp4Stack,
         down_bias: Tensor,
         expert_ids: Tensor,
         expert_weights: Tensor,
         alpha: float,
         limit: float,
+        is_grouped: bool,
+        max_rows: int | None,
     ) -> Tensor:
-        num_experts, num_active = len(gate_up), expert_ids.shape[1]
-        flat_ids = expert_ids.reshape(-1)
-        counts = _rows_per_expert(flat_ids, num_experts)
+        flat_ids, num_active = expert_ids.reshape(-1), expert_ids.shape[1]
         order = torch.argsort(flat_ids, stable=True)
+        spans = _spans(flat_ids, order, gate_up.shape, is_grouped, max_rows)
         token = order // num_active
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        h = _matmul_per_expert(x.index_select(0, token), gate_up, gate_up_bias, counts)
-        y = _matmul_per_expert(_activation(h, alpha, limit), down, down_bias, counts)
-        ctx.save_for_backward(x, gate_up, down, down_bias, expert_weights, h, order, token, place)
-        ctx.counts, ctx.alpha, ctx.limit = counts, alpha, limit
-        per_token = y.index_select(0, place).view(len(x), num_active, y.shape[1])
-        return torch.bmm(expert_weights.to(y.dtype).unsqueeze(1), per_token).squeeze(1)
+        row_weights = expert_weights.reshape(-1, 1).index_select(0, order).to(_sum_dtype(x))
+        room = _room_to_keep(gate_up) if any(ctx.needs_input_grad) and max_rows is None else 0
+        kept = []
+        out = torch.zeros(x.shape, dtype=_sum_dtype(x), device=x.device)
+        for span in spans:
+            tokens = span.of(token)
+            h = products(_gathered(x, tokens), gate_up, gate_up_bias, span)
+            room -= h.numel()
+            if room >= 0:
+                kept.append(h)
+            h = activation(h, alpha, limit)
+            y = products(h, down, down_bias, span)
+            _scatter_add(out, tokens, y.mul_(span.of(row_weights)))
+        saved = [stack if isinstance(stack, Tensor) else None for stack in (gate_up, down)]
+        ctx.save_for_backward(x, *saved, gate_up_bias, down_bias, expert_weights, order, token, row_weights, *kept)
+        ctx.packed = [None if isinstance(stack, Tensor) else stack for stack in (gate_up, down)]
+        ctx.spans, ctx.alpha, ctx.limit = spans, alpha, limit
+        return out.to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate_up, down, down_bias, expert_weights, h, order, token, place = ctx.saved_tensors
-        counts = ctx.counts
-        row_weights = expert_weights.reshape(-1, 1).index_select(0, order).to(h.dtype)
-        grad_y = grad.index_select(0, token)
-        grad_activation = _matmul_per_expert(grad_y, down.transpose(1, 2), None, counts)
-        activation, grad_h, grad_row_weights = _activation_backward(
-            h, grad_activation, row_weights, ctx.alpha, ctx.limit
+        # Read once: recomputation gives saved tensors once.
+        tensors = ctx.saved_tensors
+        x, *saved, gate_up_bias, down_bias, expert_weights, order, token, row_weights = tensors[:9]
+        kept = tensors[9:]
+        gate_up, down = (packed if plain is None else plain for packed, plain in zip(ctx.packed, saved, strict=True))
+        needs_x, needs_gate_up, needs_gate_up_bias, needs_down, needs_down_bias, _, needs_weights = (
+            ctx.needs_input_grad[:7]
         )
-        # dL/dw = grad . y with y = activation D_e + d_e; the first part is in grad_row_weights.
-        grad_row_weights += _matmul_per_expert(grad_y, down_bias.unsqueeze(2), None, counts)
-        grad_down, grad_down_bias = _weight_grads(activation, grad_y, row_weights, counts)
-        ones = torch.ones_like(row_weights)
-        grad_gate_up, grad_gate_up_bias = _weight_grads(x.index_select(0, token), grad_h, ones, counts)
-        grad_rows = _matmul_per_expert(grad_h, gate_up.transpose(1, 2), None, counts)
-        grad_x = grad_rows.index_select(0, place).view(*expert_weights.shape, x.shape[1]).sum(dim=1)
-        grad_weights = grad_row_weights.index_select(0, place).view_as(expert_weights).to(expert_weights.dtype)
-        return grad_x, grad_gate_up, grad_gate_up_bias, grad_down, grad_down_bias, None, grad_weights, None, None
+        grad_x = torch.zeros(x.shape, dtype=_sum_dtype(x), device=x.device) if needs_x else None
+        grad_gate_up = StackGradient(gate_up) if needs_gate_up else None
+        grad_down = StackGradient(down) if needs_down else None
+        grad_gate_up_bias = torch.zeros_like(gate_up_bias, dtype=_sum_dtype(x)) if needs_gate_up_bias else None
+        grad_down_bias = torch.zeros_like(down_bias, dtype=_sum_dtype(x)) if needs_down_bias else None
+        grad_weights = torch.empty_like(row_weights) if needs_weights else None
+        for index, span in enumerate(ctx.spans):
+            tokens, weights = span.of(token), span.of(row_weights)
+            is_kept = index < len(kept)
+            h = kept[index] if is_kept else products(_gathered(x, tokens), gate_up, gate_up_bias, span)
+            grad_y = _gathered(grad, tokens)
+            grad_h = torch.empty_like(h) if is_kept else h
+            activated, grad_row_weights = activation_backward(
+                h, products(grad_y, down, None, span, is_transposed=True), weights, ctx.alpha, ctx.limit, grad_h=grad_h
+            )
+            del h
+            if grad_weights is not None:
+                # dL/dw = grad . y with y = activation D_e + d_e; the first part is in grad_row_weights.
+                grad_row_weights += dots_with_bias(grad_y, down_bias, span)
+                grad_weights.index_copy_(0, span.of(order), grad_row_weights)
+            if grad_down is not None:
+                grad_down.add(activated, grad_y, span)
+            del activated
+            if grad_down_bias is not None:
+                add_bias_gradient(grad_down_bias, grad_y, weights, span)
+            del grad_y
+            if grad_gate_up is not None:
+                grad_gate_up.add(_gathered(x, tokens), grad_h, span)
+            if grad_gate_up_bias is not None:
+                add_bias_gradient(grad_gate_up_bias, grad_h, None, span)
+            if grad_x is not None:
+                _scatter_add(grad_x, tokens, products(grad_h, gate_up, None, span, is_transposed=True))
+        return (
+            _rounded(grad_x, x),
+            None if grad_gate_up is None else grad_gate_up.finished(),
+            _rounded(grad_gate_up_bias, gate_up_bias),
+            None if grad_down is None else grad_down.finished(),
+            _rounded(grad_down_bias, down_bias),
+            None,
+            None if grad_weights is None else _rounded(grad_weights.view_as(expert_weights), expert_weights),
+            *(None,) * 4,
+        )
 
 
-def _rows_per_expert(flat_ids: Tensor, num_experts: int) -> list[int]:
-    if len(flat_ids) == 0:
-        return [0] * num_experts
-    if flat_ids.device.type == "cpu" and int(flat_ids.min()) < 0:  # on CUDA bincount itself refuses
-        raise ValueError(f"expert_ids must be 0..{num_experts - 1}, got {int(flat_ids.min())}")
-    counts: list[int] = torch.bincount(flat_ids, minlength=num_experts).tolist()
-    if len(counts) > num_experts:
-        raise ValueError(f"expert_ids must be 0..{num_experts - 1}, got {len(counts) - 1}")
-    return counts
+def _spans(flat_ids: Tensor, order: Tensor, shape: torch.Size, is_grouped: bool, max_rows: int | None) -> list[Span]:
+    num_experts, channels, wide = shape
+    if is_grouped:
+        return spans_of_sorted(flat_ids.index_select(0, order), num_experts, max_rows or max(1, len(order)))
+    counts = counts_of(flat_ids, num_experts)
+    return spans_of_counts(counts, max_rows or rows_per_span(channels, wide // 2))
 
 
-def _matmul_per_expert(rows: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int]) -> Tensor:
-    """Row block e of ``rows`` [R, I] times ``weight[e]`` [I, O] (plus ``bias[e]``) -> [R, O]."""
-    out = rows.new_empty(len(rows), weight.shape[2])
-    row_blocks, out_blocks, weights = rows.split(counts), out.split(counts), weight.unbind()
-    biases = [None] * len(counts) if bias is None else bias.unbind()
-    for count, row_block, out_block, w, b in zip(counts, row_blocks, out_blocks, weights, biases, strict=True):
-        if not count:
-            continue
-        if b is None:
-            torch.mm(row_block, w, out=out_block)
-        else:
-            torch.addmm(b, row_block, w, out=out_block)
-    return out
+def _room_to_keep(gate_up: Tensor | Mxfp4Stack) -> int:
+    return max(MAX_KEPT, gate_up.numel() // 4) if isinstance(gate_up, Tensor) else MAX_KEPT
 
 
-def _weight_grads(rows: Tensor, grad: Tensor, bias_weights: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    """Gradients of the stack [E, I, O] and of its bias [E, O], each expert's from its own block of rows.
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in HALF_TYPES else x.dtype
 
-    ``bias_weights`` [R, 1] weighs each row of ``grad`` in the sum for the bias.
-    """
-    stack = rows.new_empty(len(counts), rows.shape[1], grad.shape[1])
-    bias = rows.new_empty(len(counts), 1, grad.shape[1])
-    blocks = zip(rows.split(counts), grad.split(counts), bias_weights.split(counts), strict=True)
-    for e, (row_block, grad_block, weight_block) in enumerate(blocks):
-        if counts[e]:
-            torch.mm(row_block.t(), grad_block, out=stack[e])
-            torch.mm(weight_block.t(), grad_block, out=bias[e])
-        else:
-            stack[e].zero_()
-            bias[e].zero_()
-    return stack, bias.squeeze(1)
+
+def _gathered(x: Tensor, tokens: Tensor) -> Tensor:
+    """Rows of ``x``; on the CPU half types in float32, whose products are about 100 times faster there."""
+    rows = x.index_select(0, tokens)
+    return rows if rows.is_cuda else rows.to(_sum_dtype(x))
+
+
+def _scatter_add(total: Tensor, tokens: Tensor, rows: Tensor) -> None:
+    """total[tokens] += rows in a fixed order: on GPUs index_add_ has none, index_put_ sorts."""
+    if total.is_cuda:
+        total.index_put_((tokens,), rows.to(total.dtype), accumulate=True)
+    else:
+        total.index_add_(0, tokens, rows)
+
+
+def _rounded(grad: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if grad is None else grad.to(like.dtype)
 
 
 def _check_operands(
-    x: Tensor, gate_up: Tensor, gate_up_bias: Tensor, down: Tensor, down_bias: Tensor, ids: Tensor, weights: Tensor
+    x: Tensor,
+    gate_up: Tensor | Mxfp4Stack,
+    gate_up_bias: Tensor,
+    down: Tensor | Mxfp4Stack,
+    down_bias: Tensor,
+    ids: Tensor,
+    weights: Tensor,
 ) -> None:
     experts, channels, wide = gate_up.shape
     fits = (
@@ -225,5 +268,6 @@ def _check_operands(
         operands = {"x": x, "gate_up": gate_up, "gate_up_bias": gate_up_bias, "down": down, "down_bias": down_bias}
         shapes = {name: list(t.shape) for name, t in {**operands, "expert_ids": ids, "expert_weights": weights}.items()}
         raise ValueError(f"x [T, D], gate_up [E, D, 2F], down [E, F, D], expert_ids [T, A] do not fit: {shapes}")
-    if not x.dtype == gate_up.dtype == gate_up_bias.dtype == down.dtype == down_bias.dtype:
-        raise ValueError(f"x and the experts must share one dtype, got {x.dtype}, {gate_up.dtype}, {down.dtype}")
+    plain = [t for t in (gate_up, gate_up_bias, down, down_bias) if isinstance(t, Tensor)]
+    if any(t.dtype != x.dtype for t in plain):
+        raise ValueError(f"x and the experts must share one dtype, got {x.dtype} and {[t.dtype for t in plain]}")

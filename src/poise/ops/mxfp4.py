@@ -3,6 +3,8 @@
 OCP Microscaling Formats (MX) Specification v1.0, sections 5.3.3, 5.4.1 and 6.3.
 """
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
@@ -15,6 +17,38 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
+@dataclass(frozen=True)
+class Mxfp4Stack:
+    """Frozen matrices [E, I, O] as OpenAI's checkpoint holds them: each transposed, then packed along I.
+
+    ``blocks`` uint8 [E, O, I / 32, 16], ``scales`` uint8 [E, O, I / 32]: 4.25 bits a value. Raises ValueError for other
+    shapes and types.
+    """
+
+    blocks: Tensor
+    scales: Tensor
+
+    def __post_init__(self) -> None:
+        _check(self.blocks, self.scales)
+        if self.blocks.dim() != 4:
+            raise ValueError(f"blocks must be [E, O, I / 32, 16], got {list(self.blocks.shape)}")
+
+    @classmethod
+    def of(cls, weight: Float[Tensor, "E I O"]) -> "Mxfp4Stack":
+        """The nearest values, see ``pack``."""
+        return cls(*pack(weight.transpose(1, 2)))
+
+    @property
+    def shape(self) -> torch.Size:
+        """[E, I, O] of the matrices."""
+        experts, outputs, groups, _ = self.blocks.shape
+        return torch.Size((experts, groups * BLOCK, outputs))
+
+    def matrix(self, expert: int, dtype: torch.dtype) -> Float[Tensor, "I O"]:
+        """One matrix, unpacked."""
+        return unpack(self.blocks[expert], self.scales[expert], dtype).t()
+
+
 def unpack(
     blocks: UInt8[Tensor, "*batch G 16"], scales: UInt8[Tensor, "*batch G"], dtype: torch.dtype
 ) -> Float[Tensor, "*batch N"]:
@@ -22,12 +56,7 @@ def unpack(
 
     Raises ValueError for tensors that are not uint8 or do not fit together.
     """
-    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
-        raise ValueError(f"blocks and scales must be uint8, got {blocks.dtype} and {scales.dtype}")
-    if blocks.shape[-1:] != (BLOCK // 2,) or blocks.shape[:-1] != scales.shape:
-        raise ValueError(
-            f"blocks must be [..., G, 16] and scales [..., G], got {list(blocks.shape)} and {list(scales.shape)}"
-        )
+    _check(blocks, scales)
     codes = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1).flatten(-2)
     table = torch.tensor((*VALUES, *(-value for value in VALUES)), dtype=torch.float32, device=blocks.device)
     values = torch.ldexp(table[codes.int()], (scales.to(torch.int32) - SCALE_BIAS).unsqueeze(-1))
@@ -60,3 +89,12 @@ def pack(
     codes |= torch.signbit(scaled).to(torch.uint8) << 3
     low, high = codes.unflatten(-1, (-1, 2)).unbind(dim=-1)
     return low | (high << 4), (exponent + SCALE_BIAS).to(torch.uint8)
+
+
+def _check(blocks: Tensor, scales: Tensor) -> None:
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise ValueError(f"blocks and scales must be uint8, got {blocks.dtype} and {scales.dtype}")
+    if blocks.shape[-1:] != (BLOCK // 2,) or blocks.shape[:-1] != scales.shape:
+        raise ValueError(
+            f"blocks must be [..., G, 16] and scales [..., G], got {list(blocks.shape)} and {list(scales.shape)}"
+        )

@@ -67,7 +67,15 @@ def interrupt(folder: Path, *args: str, number: int = signal.SIGINT, when_lines:
     return error
 
 
-@pytest.mark.parametrize("extra", [(), ("--kl-weight=0.1", "--updates-per-batch=2")], ids=["plain", "kl, two updates"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        (),
+        ("--kl-weight=0.1", "--updates-per-batch=2", "--replay-routes=trainer"),
+        ("--max-resamples=1", "--replay-routes=engine", "--kl-weight=0.1", "--kl-in=reward", "--lockstep=True"),
+    ],
+    ids=["plain", "kl, two updates", "resampled, replayed"],
+)
 def test_six_steps_equal_three_and_three_more(tmp_path, extra):
     assert train(tmp_path / "whole", "--run.steps=6", *extra) == 0
     assert train(tmp_path / "parts", "--run.steps=3", *extra) == 0

@@ -25,7 +25,8 @@ from poise.ops.mxfp4 import Mxfp4Stack
 
 KERNELS = ("auto", "loop", "grouped", "reference")
 # Gate and up of the first rows are kept for the backward pass, up to so many elements (16 MiB in float32) or a quarter
-# of their weights, whose gradients take more memory anyway; those of further rows are computed again.
+# of their weights, whose gradients take more memory anyway; those of further rows, and those of grouped products, are
+# computed again.
 MAX_KEPT = 2**22
 
 
@@ -55,7 +56,7 @@ def routed_experts(
     expert. Frozen weights may stay packed (``Mxfp4Stack``; kernel "loop"), they are unpacked expert by expert.
 
     ``max_tokens_per_chunk``: the rows of so many tokens (A each) exist at once, and no gate and up are kept for the
-    backward pass; None: "loop" holds about 1024 rows or 16 MiB, the larger, and "grouped" all of them, at most
+    backward pass; None: "loop" holds about 1024 rows or 4 MiB, the larger, and "grouped" all of them, at most
     1.5 T A (D + 2F) elements beside operands, result and gradients.
 
     Two runs on the same input give the same bits. Raises ValueError for an expert id outside 0..E-1 (on GPUs the
@@ -139,12 +140,15 @@ class _RoutedExperts(torch.autograd.Function):
         spans = _spans(flat_ids, order, gate_up.shape, is_grouped, max_rows)
         token = order // num_active
         row_weights = expert_weights.reshape(-1, 1).index_select(0, order).to(_sum_dtype(x))
-        room = _room_to_keep(gate_up) if any(ctx.needs_input_grad) and max_rows is None else 0
+        # On the CPU products of half types are about 100 times slower than those of float32.
+        dtype = x.dtype if x.is_cuda or is_grouped else _sum_dtype(x)
+        is_kept = any(ctx.needs_input_grad) and max_rows is None and not is_grouped
+        room = _room_to_keep(gate_up) if is_kept else 0
         kept = []
         out = torch.zeros(x.shape, dtype=_sum_dtype(x), device=x.device)
         for span in spans:
             tokens = span.of(token)
-            h = products(_gathered(x, tokens), gate_up, gate_up_bias, span)
+            h = products(x.index_select(0, tokens).to(dtype), gate_up, gate_up_bias, span)
             room -= h.numel()
             if room >= 0:
                 kept.append(h)
@@ -154,7 +158,7 @@ class _RoutedExperts(torch.autograd.Function):
         saved = [stack if isinstance(stack, Tensor) else None for stack in (gate_up, down)]
         ctx.save_for_backward(x, *saved, gate_up_bias, down_bias, expert_weights, order, token, row_weights, *kept)
         ctx.packed = [None if isinstance(stack, Tensor) else stack for stack in (gate_up, down)]
-        ctx.spans, ctx.alpha, ctx.limit = spans, alpha, limit
+        ctx.spans, ctx.dtype, ctx.alpha, ctx.limit = spans, dtype, alpha, limit
         return out.to(x.dtype)
 
     @staticmethod
@@ -163,7 +167,7 @@ class _RoutedExperts(torch.autograd.Function):
         # Read once: recomputation gives saved tensors once.
         tensors = ctx.saved_tensors
         x, *saved, gate_up_bias, down_bias, expert_weights, order, token, row_weights = tensors[:9]
-        kept = tensors[9:]
+        kept, dtype = tensors[9:], ctx.dtype
         gate_up, down = (packed if plain is None else plain for packed, plain in zip(ctx.packed, saved, strict=True))
         needs_x, needs_gate_up, needs_gate_up_bias, needs_down, needs_down_bias, _, needs_weights = (
             ctx.needs_input_grad[:7]
@@ -177,8 +181,8 @@ class _RoutedExperts(torch.autograd.Function):
         for index, span in enumerate(ctx.spans):
             tokens, weights = span.of(token), span.of(row_weights)
             is_kept = index < len(kept)
-            h = kept[index] if is_kept else products(_gathered(x, tokens), gate_up, gate_up_bias, span)
-            grad_y = _gathered(grad, tokens)
+            h = kept[index] if is_kept else products(x.index_select(0, tokens).to(dtype), gate_up, gate_up_bias, span)
+            grad_y = grad.index_select(0, tokens).to(dtype)
             grad_h = torch.empty_like(h) if is_kept else h
             activated, grad_row_weights = activation_backward(
                 h, products(grad_y, down, None, span, is_transposed=True), weights, ctx.alpha, ctx.limit, grad_h=grad_h
@@ -195,7 +199,7 @@ class _RoutedExperts(torch.autograd.Function):
                 add_bias_gradient(grad_down_bias, grad_y, weights, span)
             del grad_y
             if grad_gate_up is not None:
-                grad_gate_up.add(_gathered(x, tokens), grad_h, span)
+                grad_gate_up.add(x.index_select(0, tokens).to(dtype), grad_h, span)
             if grad_gate_up_bias is not None:
                 add_bias_gradient(grad_gate_up_bias, grad_h, None, span)
             if grad_x is not None:
@@ -228,18 +232,13 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.dtype in HALF_TYPES else x.dtype
 
 
-def _gathered(x: Tensor, tokens: Tensor) -> Tensor:
-    """Rows of ``x``; on the CPU half types in float32, whose products are about 100 times faster there."""
-    rows = x.index_select(0, tokens)
-    return rows if rows.is_cuda else rows.to(_sum_dtype(x))
-
-
 def _scatter_add(total: Tensor, tokens: Tensor, rows: Tensor) -> None:
     """total[tokens] += rows in a fixed order: on GPUs index_add_ has none, index_put_ sorts."""
+    wide = rows.to(total.dtype)
     if total.is_cuda:
-        total.index_put_((tokens,), rows.to(total.dtype), accumulate=True)
+        total.index_put_((tokens,), wide, accumulate=True)
     else:
-        total.index_add_(0, tokens, rows)
+        total.index_add_(0, tokens, wide)
 
 
 def _rounded(grad: Tensor | None, like: Tensor) -> Tensor | None:

@@ -15,8 +15,8 @@ MAX_BLOCK = 2**18
 MAX_BLOCK_ON_GPUS = 2**22
 # A span holds at least so many rows where there are as many, so that the products stay efficient, ...
 MIN_SPAN = 1024
-# ... and more while its temporaries have at most so many elements: 16 MiB in float32.
-MAX_SPAN_ELEMENTS = 2**22
+# ... and more while its temporaries have at most so many elements: 4 MiB in float32.
+MAX_SPAN_ELEMENTS = 2**20
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,19 @@ def dots_with_bias(rows: Tensor, bias: Tensor, span: Span) -> Tensor:
 class StackGradient:
     """The gradient of a stack [E, I, O], written span by span into one tensor: a whole one per expert never exists.
 
-    The sum over an expert's rows is made in the rows' type and rounded once.
+    The sum over an expert's rows is made in the rows' type and rounded once, by grouped products once a span.
     """
 
     def __init__(self, stack: Tensor) -> None:
-        self.total = torch.empty_like(stack, memory_format=torch.contiguous_format)
-        self._is_written = [False] * len(stack)
+        self._shape, self._dtype, self._device = stack.shape, stack.dtype, stack.device
+        self._total: Tensor | None = None
+        self._unwritten = set(range(len(stack)))
         self._partial: Tensor | None = None
+
+    def _stack(self) -> Tensor:
+        if self._total is None:
+            self._total = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        return self._total
 
     def add(self, left: Tensor, right: Tensor, span: Span) -> None:
         """Adds left^T right over each expert's rows: ``left`` [R, I], ``right`` [R, O]."""
@@ -154,32 +160,32 @@ class StackGradient:
             # Nothing promises what a group without rows gets.
             is_empty = torch.diff(span.offsets, prepend=span.offsets.new_zeros(1)) == 0
             grouped.masked_fill_(is_empty[:, None, None], 0)
-            self.total = self.total.add_(grouped) if self._is_written[0] else grouped
-            self._is_written = [True] * len(self._is_written)
+            self._total = grouped if self._total is None else self._total.add_(grouped)
+            self._unwritten.clear()
             return
-        last = len(span.experts) - 1
+        total, last = self._stack(), len(span.experts) - 1
+        is_same_type = total.dtype == left.dtype
         blocks = zip(span.experts, left.split(span.sizes), right.split(span.sizes), strict=True)
         for i, (expert, left_block, right_block) in enumerate(blocks):
-            is_same_type = self.total.dtype == left.dtype
-            target = self.total[expert] if is_same_type else self._partial_sum(left.dtype)
+            target = total[expert] if is_same_type else self._partial_sum(left.dtype)
             if i == 0 and span.starts_inside:
                 target.addmm_(left_block.t(), right_block)
             else:
                 torch.mm(left_block.t(), right_block, out=target)
             if not is_same_type and not (i == last and span.ends_inside):
-                self.total[expert].copy_(target)
-            self._is_written[expert] = True
+                total[expert].copy_(target)
+            self._unwritten.discard(expert)
 
     def _partial_sum(self, dtype: torch.dtype) -> Tensor:
         if self._partial is None:
-            self._partial = torch.empty(self.total.shape[1:], dtype=dtype, device=self.total.device)
+            self._partial = torch.empty(self._shape[1:], dtype=dtype, device=self._device)
         return self._partial
 
     def finished(self) -> Tensor:
-        for expert, is_written in enumerate(self._is_written):
-            if not is_written:
-                self.total[expert].zero_()
-        return self.total
+        total = self._stack()
+        for expert in self._unwritten:
+            total[expert].zero_()
+        return total
 
 
 def add_bias_gradient(total: Tensor, rows: Tensor, weights: Tensor | None, span: Span) -> None:
@@ -192,7 +198,7 @@ def add_bias_gradient(total: Tensor, rows: Tensor, weights: Tensor | None, span:
         return
     factors = rows.new_ones(len(rows)) if weights is None else weights[:, 0]
     for expert, block, factor in zip(span.experts, rows.split(span.sizes), factors.split(span.sizes), strict=True):
-        total[expert].addmv_(block.t(), factor)
+        total[expert] += torch.mv(block.t(), factor.to(block.dtype))
 
 
 # --- elementwise ---

@@ -12,8 +12,8 @@ from poise.engine import EmbeddedEngine
 from poise.envs import make_task
 from poise.envs.env import Task
 from poise.harmony import HarmonyTokenizer, Renderer, byte_tokenizer
-from poise.memory import require_memory
 from poise.model import GptOss, GptOssConfig, RopeConfig, load_model
+from poise.plan import GIB, require_memory
 from poise.rollout import Limits
 from poise.sandbox import protection
 from poise.seeding import derive_seed
@@ -41,7 +41,7 @@ def assemble(config: Config, console: Console, *, trains: bool = True) -> Parts:
     if config.model.path is None:
         tokenizer = byte_tokenizer()
         model_config = new_model_config(config.model, tokenizer)
-        require_memory(model_config, config, device, trains=trains)
+        plan = require_memory(model_config, config, device, trains=trains)
         model = GptOss(model_config)
         model.init_weights(derive_seed(config.run.seed, WEIGHTS_STREAM))
         model = model.to(device=device, dtype=dtype)
@@ -51,7 +51,7 @@ def assemble(config: Config, console: Console, *, trains: bool = True) -> Parts:
             raise ConfigError(f"model.path {folder} has no config.json: not a checkpoint folder")
         try:
             model_config = GptOssConfig.from_hf_dict(json.loads((folder / "config.json").read_text()))
-            require_memory(model_config, config, device, trains=trains)
+            plan = require_memory(model_config, config, device, trains=trains)
             tokenizer = HarmonyTokenizer.load(folder)
             model = load_model(folder, dtype=dtype, device=device)
         except ValueError as error:  # no JSON, an unknown field, a missing tensor: the message says which
@@ -72,6 +72,7 @@ def assemble(config: Config, console: Console, *, trains: bool = True) -> Parts:
         temperature=config.rollout.temperature,
     )
     console.line(f"policy: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype} on {device}")
+    console.line(f"memory: up to {plan.peak / GIB:.2f} GiB, in {plan.peak_phase}; poise plan shows of what")
     console.line(f"sandbox: {protection()}")
     return Parts(
         model=model,

@@ -1,4 +1,4 @@
-"""The command line: ``poise train``, ``sft``, ``eval``, ``recipes``, ``doctor``."""
+"""The command line: ``poise train``, ``sft``, ``eval``, ``plan``, ``recipes``, ``doctor``."""
 
 import dataclasses
 import difflib
@@ -23,6 +23,8 @@ poise: agentic reinforcement learning for GPT-OSS
   poise train --resume RUN [--key value ...]  go on from a run folder's latest checkpoint
   poise sft RECIPE [--key value ...]          the supervised warm start alone
   poise eval CHECKPOINT [--key value ...]     held-out reward of a checkpoint folder, or of a run's latest checkpoint
+  poise plan RECIPE [--key value ...]         its memory, by kind and phase: does it fit, and what would
+       [--gpus N] [--gpu-memory 80GB] [--context TOKENS] [--sequence-degree N] [--expert-degree N] [--released 20b|120b]
   poise recipes                               the recipes, a line each
   poise doctor                                versions, devices, attention kernels, sandbox, extras of this machine
 
@@ -74,8 +76,10 @@ def _dispatch(argv: list[str]) -> int:
         Console().line(f"checkpoint: {sft_job(config, Console())}")
     elif command == "eval":
         _eval(rest)
+    elif command == "plan":
+        return _plan(rest)
     else:
-        raise ConfigError(f"unknown command {command}; known are train, sft, eval, recipes, doctor")
+        raise ConfigError(f"unknown command {command}; known are train, sft, eval, plan, recipes, doctor")
     return 0
 
 
@@ -134,6 +138,41 @@ def _eval(args: list[str]) -> None:
     eval_job(config, Console())
 
 
+def _plan(args: list[str]) -> int:
+    """Exit code 1 where the run does not fit."""
+    context, args = _take_option(args, "--context")
+    memory, args = _take_option(args, "--gpu-memory")
+    released, args = _take_option(args, "--released")
+    counts: dict[str, int] = {}
+    for option in ("--gpus", "--sequence-degree", "--expert-degree"):
+        value, args = _take_option(args, option)
+        counts[option] = 1 if value is None else _whole_number(option, value)
+    default = _recipe(args)
+    if context is not None:
+        tokens = _whole_number("--context", context)
+        settings = replace(default.run, tokens_per_microbatch=max(tokens, default.run.tokens_per_microbatch))
+        default = replace(default, rollout=replace(default.rollout, max_context_tokens=tokens), run=settings)
+    config = _parse(default, args[1:], prog=f"poise plan {args[0]}")
+    from poise.planning import Machine, parse_bytes, plan_lines, planned_model
+
+    machine = Machine(
+        gpus=counts["--gpus"],
+        memory=None if memory is None else parse_bytes(memory),
+        sequence=counts["--sequence-degree"],
+        expert=counts["--expert-degree"],
+    )
+    fits, lines = plan_lines(planned_model(config, released), config, machine)
+    for line in lines:
+        print(line)
+    return 0 if fits else 1
+
+
+def _whole_number(option: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{option} must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
 def _recipe(args: Sequence[str]) -> Config:
     if not args:
         raise ConfigError(f"name a recipe: {', '.join(RECIPES)}")
@@ -165,7 +204,7 @@ def _take_option(args: list[str], name: str) -> tuple[str | None, list[str]]:
             return arg.split("=", 1)[1], args[:i] + args[i + 1 :]
         if arg == name:
             if i + 1 == len(args):
-                raise ConfigError(f"{name} needs a run folder")
+                raise ConfigError(f"{name} needs {'a run folder' if name == '--resume' else 'a value'}")
             return args[i + 1], args[:i] + args[i + 2 :]
     return None, args
 

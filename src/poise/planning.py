@@ -1,0 +1,104 @@
+"""``poise plan``: the memory of a run on GPUs that need not be there, as a table, with what fits and what to change."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from poise.assembly import device_of, new_model_config
+from poise.config import Config, ConfigError
+from poise.harmony import byte_tokenizer
+from poise.model import GptOssConfig
+from poise.plan import GIB, Mesh, Plan, advice, free_bytes, largest_context, largest_microbatch, make_plan
+
+# Shapes that need no checkpoint folder.
+RELEASED = {"20b": GptOssConfig(), "120b": GptOssConfig(num_layers=36, num_experts=128)}
+UNITS = {"GB": 10**9, "GiB": GIB, "MB": 10**6, "MiB": 2**20}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """GPUs that a run is planned for; ``memory`` in bytes each, None: what is free on this machine's device."""
+
+    gpus: int = 1
+    memory: int | None = None
+    sequence: int = 1
+    expert: int = 1
+
+    @property
+    def mesh(self) -> Mesh:
+        """Raises ConfigError where the degrees do not multiply to the GPUs."""
+        shared = self.sequence * self.expert
+        if self.gpus < 1 or shared < 1 or self.gpus % shared:
+            raise ConfigError(
+                f"--gpus ({self.gpus}) must be a multiple of the sequence degree ({self.sequence}) times the expert "
+                f"degree ({self.expert})"
+            )
+        return Mesh(data=self.gpus // shared, sequence=self.sequence, expert=self.expert)
+
+
+def parse_bytes(text: str) -> int:
+    """``80GB``, ``79.2GiB``, ``512MiB``. Raises ConfigError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(GB|GiB|MB|MiB)", text)
+    if match is None:
+        raise ConfigError(f"--gpu-memory must be a number with {', '.join(UNITS)}, such as 80GB, got {text!r}")
+    return int(float(match[1]) * UNITS[match[2]])
+
+
+def planned_model(config: Config, released: str | None) -> GptOssConfig:
+    """The shape to plan for: a released model's, that of ``model.path``'s config.json, or the recipe's new model."""
+    if released is not None:
+        if released not in RELEASED:
+            raise ConfigError(f"--released must be {' or '.join(RELEASED)}, got {released}")
+        return RELEASED[released]
+    if config.model.path is None:
+        return new_model_config(config.model, byte_tokenizer())
+    path = Path(config.model.path) / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"model.path {config.model.path} has no config.json: not a checkpoint folder")
+    try:
+        return GptOssConfig.from_hf_dict(json.loads(path.read_text()))
+    except ValueError as error:
+        raise ConfigError(f"model.path {config.model.path}: {error}") from error
+
+
+def plan_lines(model_config: GptOssConfig, config: Config, machine: Machine) -> tuple[bool, Iterator[str]]:
+    """(whether the run fits, the lines to print)."""
+    mesh = machine.mesh
+    limit = free_bytes(device_of(config.model.device)) if machine.memory is None else machine.memory
+    plan = make_plan(model_config, config, mesh=mesh)
+    return plan.peak <= limit, _lines(model_config, config, mesh, plan, limit)
+
+
+def _lines(model_config: GptOssConfig, config: Config, mesh: Mesh, plan: Plan, limit: int) -> Iterator[str]:
+    yield (
+        f"context {config.rollout.max_context_tokens}, micro-batches of {config.run.tokens_per_microbatch} tokens, "
+        f"recompute {config.run.recompute}, {config.rollout.num_slots} engine slots, {config.model.dtype}"
+    )
+    yield f"GiB per rank, data {mesh.data} x sequence {mesh.sequence} x expert {mesh.expert}"
+    if mesh.num_ranks > 1:
+        yield "(poise runs on one device so far: more ranks are arithmetic, not measured)"
+    yield ""
+    yield from table(plan)
+    yield ""
+    verdict = "fits" if plan.peak <= limit else "DOES NOT FIT"
+    yield f"{verdict}: {plan.peak / GIB:.2f} GiB at the peak, in {plan.peak_phase}, of {limit / GIB:.2f} GiB"
+    context = largest_context(model_config, config, limit, mesh=mesh)
+    tokens = largest_microbatch(model_config, config, limit, mesh=mesh)
+    yield f"largest context, a micro-batch of one episode: {context or 'none fits'}"
+    yield f"largest micro-batch at this context: {tokens or 'not even one episode fits'}"
+    if plan.peak > limit:
+        changes = advice(model_config, config, limit, mesh=mesh)
+        yield "what would fit, each on its own:" if changes else "no single change of a key fits: take more GPUs"
+        for name, changed in changes:
+            yield f"  {name:36} {changed.peak / GIB:8.2f} GiB"
+
+
+def table(plan: Plan) -> Iterator[str]:
+    """A row for each kind, a column for each phase, in GiB."""
+    names = list(dict.fromkeys(name for items in plan.phases.values() for name in items))
+    yield f"{'':24}" + "".join(f"{phase:>12}" for phase in plan.phases)
+    for name in names:
+        yield f"{name:24}" + "".join(f"{items.get(name, 0) / GIB:12.3f}" for items in plan.phases.values())
+    yield f"{'peak':24}" + "".join(f"{sum(items.values()) / GIB:12.3f}" for items in plan.phases.values())

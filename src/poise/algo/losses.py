@@ -33,7 +33,8 @@ def policy_loss(
 
     ``clip``: -min(r A, c(r) A), PPO (Schulman et al. 2017, equation 7), with the two bounds of DAPO (Yu et al. 2025,
     section 3.1).
-    ``dual_clip``: the same, but never above -dual_clip A where A < 0 (Ye et al. 2020, equation 5).
+    ``dual_clip``: the same, but never above -dual_clip A where A < 0 (Ye et al. 2020, "Mastering Complex Control in
+    MOBA Games").
     ``gspo``: ``clip`` with the sequence's ratio, the geometric mean of its tokens', in the place of r; each token has
     its share of the gradient (GSPO-token, Zheng et al. 2025, equations 13 and 14). Needs ``cu_seqlens``.
     ``cispo``: -c(r) A log_probs without a gradient through c(r) (MiniMax-M1, 2025, equations 4 and 5).

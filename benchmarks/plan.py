@@ -129,17 +129,16 @@ async def sample_to_the_brim(engine: EmbeddedEngine, model_config: GptOssConfig,
     def token_ids(count: int) -> list[int]:
         return torch.randint(0, model_config.vocab_size, (count,), generator=generator).tolist()
 
-    async def episode(number: int, prompt: list[int], result: list[int]) -> None:
-        stream = list(prompt)
-        for more in ([], result):
-            stream += more
-            action = await engine(stream, episode_id=str(number), seed=number, max_tokens=1)
-            stream += action.token_ids
-
     first = rollout.max_context_tokens - grows_by - 2
-    await asyncio.gather(
-        *(episode(number, token_ids(first), token_ids(grows_by)) for number in range(rollout.num_slots))
-    )
+    streams = [token_ids(first) for _ in range(rollout.num_slots)]
+    for result in (0, grows_by):  # all tools are done at the same time: nothing is larger
+        for stream in streams:
+            stream += token_ids(result)
+        requests = (
+            engine(stream, episode_id=str(number), seed=number, max_tokens=1) for number, stream in enumerate(streams)
+        )
+        for stream, action in zip(streams, await asyncio.gather(*requests), strict=True):
+            stream += action.token_ids
 
 
 def full_batches(model_config: GptOssConfig, config: Config) -> list:

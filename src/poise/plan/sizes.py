@@ -169,10 +169,10 @@ class _Sizes:
         scores = model.num_heads * new * longest  # of one slot
         group = min(slots, max(1, MAX_SCORES // scores))
         masks = sum(new * (longest if w is None else w - 1 + new) for w in set(model.windows))
-        stream = slots * new * (3 * model.hidden_size + 2 * self._q + 4 * self._kv) * width
+        stream = slots * new * 2 * (model.hidden_size + self._q + self._kv) * width
         half_copies = 4 if width == 2 else 0
         by_score = WIDE + half_copies + 1 / model.num_kv_heads  # the last: a mask that is repeated per key's queries
-        copies = 4 * longest * self._kv + 4 * new * self._q
+        copies = (4 * longest - 2 * new) * self._kv + 4 * new * self._q  # the history, and it with the new tokens
         return stream + slots * masks + int(group * (scores * by_score + copies * width))
 
     # --- training ---
@@ -273,8 +273,11 @@ class _Sizes:
         return int(self.rows * (2.5 * self._q + 2 * self._kv) * max(self.width, WIDE))
 
     def _log_probs(self) -> int:
+        """Logits of a chunk, three times in the forward; twice in the backward, beside the gradient of the head."""
         rows = max(1, min(self.rows, MAX_LOGITS // self.model.vocab_size))
-        return 2 * rows * self.model.vocab_size * WIDE + 2 * self.head * WIDE
+        logits = rows * self.model.vocab_size * WIDE
+        head = 0 if self.width == WIDE else self.head * WIDE  # widened
+        return head + max(3 * logits, 2 * logits + 2 * self.head * WIDE)
 
     def _at_log_probs(self) -> Items:
         grads = self._gradients(self.model.num_layers)

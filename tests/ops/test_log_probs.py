@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from largest import LargestTensor
 
 from poise.ops import log_probs as module
 from poise.ops.log_probs import reference_log_probs, token_log_probs
@@ -30,9 +29,11 @@ def test_two_tokens_by_hand(function):
     torch.testing.assert_close(entropy, torch.tensor([0.3250829734] * 2))
 
 
-@pytest.fixture(params=[1, 30, 2**26], ids=["row by row", "three rows", "all rows"])
+@pytest.fixture(params=[(1, 1), (30, 4), (8, 8), (2**23, 1024)], ids=["one", "4 x 7", "8 x 1", "whole"])
 def chunked(request, monkeypatch):
-    monkeypatch.setattr(module, "MAX_LOGITS", request.param)
+    """Tiles of so many logits and rows, of 11 x 9."""
+    monkeypatch.setattr(module, "MAX_LOGITS", request.param[0])
+    monkeypatch.setattr(module, "TILE_ROWS", request.param[1])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 3.0])
@@ -75,7 +76,7 @@ def test_huge_logits_stay_finite():
     assert lm_head.grad.tolist() == [[-1.0], [1.0]]  # only the second row pushes: its target has p = 0
 
 
-def test_half_types_accumulate_in_float32():
+def test_half_types_accumulate_in_float32(chunked):
     hidden, lm_head, target_ids = operands(7, 64, 50, torch.bfloat16)
     log_probs, entropy = token_log_probs(hidden, lm_head, target_ids)
     assert log_probs.dtype == entropy.dtype == torch.float32
@@ -85,13 +86,35 @@ def test_half_types_accumulate_in_float32():
     assert [g.dtype for g in torch.autograd.grad(log_probs.sum(), (hidden, lm_head))] == [torch.bfloat16] * 2
 
 
-def test_memory_is_that_of_a_chunk(monkeypatch):
-    monkeypatch.setattr(module, "MAX_LOGITS", 4 * 500)
-    hidden, lm_head, target_ids = operands(1000, 2, 500, torch.float32)
-    with LargestTensor() as largest:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_that_of_a_tile(dtype, monkeypatch):
+    monkeypatch.setattr(module, "MAX_LOGITS", 2000)
+    monkeypatch.setattr(module, "TILE_ROWS", 20)
+    hidden, lm_head, target_ids = operands(1000, 2, 5000, dtype)
+    lm_head = torch.randn(5000, 8, dtype=dtype, requires_grad=True)
+    hidden = torch.randn(1000, 8, dtype=dtype, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         log_probs, entropy = token_log_probs(hidden, lm_head, target_ids)
-        (log_probs.sum() + entropy.sum()).backward()
-    assert largest.numel <= 4 * 500  # of 1000 * 500 logits
+        torch.autograd.grad(log_probs.sum() + entropy.sum(), (hidden, lm_head))
+    now = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    result = dtype.itemsize * (hidden.numel() + lm_head.numel())
+    sums = 4 * hidden.numel() if dtype == torch.bfloat16 else 0
+    # A few vectors [T] and tiles; never a float32 copy of a bfloat16 head (4 x 40000), never [T, V] (4 x 5000000).
+    assert peak <= result + sums + 10 * 4 * 1000 + 5 * 4 * 2000
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_operand_gets_no_gradient_and_the_other_the_same(frozen, chunked):
+    hidden, lm_head, target_ids = operands()
+    both = torch.autograd.grad(sum(token_log_probs(hidden, lm_head, target_ids)).sum(), (hidden, lm_head))
+    leaves = [t.detach().requires_grad_(i != frozen) for i, t in enumerate((hidden, lm_head))]
+    sum(token_log_probs(*leaves, target_ids)).sum().backward()
+    assert leaves[frozen].grad is None
+    assert torch.equal(leaves[1 - frozen].grad, both[1 - frozen])
 
 
 def test_no_tokens():

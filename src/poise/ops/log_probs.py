@@ -1,13 +1,16 @@
-"""Log-probabilities of given tokens and the entropy of their distributions, from hidden states, chunk by chunk."""
+"""Log-probabilities of given tokens and the entropy of their distributions, from hidden states, tile by tile."""
 
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-# Logits held at once: 2**26 float32 are 256 MiB; the backward pass holds a few tensors of this size.
-MAX_LOGITS = 2**26
+# Logits of a tile: 2**23 float32 are 32 MiB; two tensors of this size exist at once.
+MAX_LOGITS = 2**23
+# Rows of a tile where there are as many; the rest of it is vocabulary.
+TILE_ROWS = 1024
 
 
 def token_log_probs(
@@ -20,8 +23,9 @@ def token_log_probs(
     """log p(target) and entropy, in nats, of softmax(hidden lm_head^T / temperature).
 
     log p_t = z_target - logsumexp(z); H = -sum_j p_j log p_j. Both are float32 (float64 for float64 operands) and carry
-    gradients. Logits exist for one chunk of rows at a time, in the backward pass too, which computes them again.
-    Raises ValueError for a temperature that is not positive, a target outside 0..V-1 and operands that do not fit.
+    gradients. Logits exist for one tile of rows and vocabulary at a time, in the backward pass too, which computes them
+    again; half types are computed in float32, the head's rows of one tile at a time. Raises ValueError for a
+    temperature that is not positive, a target outside 0..V-1 and operands that do not fit.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -57,55 +61,100 @@ def _widen(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _chunks(num_rows: int, vocabulary: int) -> list[slice]:
-    rows = max(1, MAX_LOGITS // vocabulary)
-    return [slice(start, start + rows) for start in range(0, num_rows, rows)]
+def _tiles(num_rows: int, vocabulary: int) -> tuple[list[slice], list[slice]]:
+    """How rows and vocabulary are cut."""
+    columns = max(1, min(vocabulary, MAX_LOGITS // max(1, min(num_rows, TILE_ROWS))))
+    rows = max(1, MAX_LOGITS // columns)
+    return _cuts(num_rows, rows), _cuts(vocabulary, columns)
+
+
+def _cuts(total: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
+    logits = torch.mm(hidden, head.t())
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _place_in(columns: slice, target_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Which targets lie in these columns of the vocabulary, and where there [R, 1]; 0 for the others."""
+    is_here = (target_ids >= columns.start) & (target_ids < columns.stop)
+    return is_here, torch.where(is_here, target_ids - columns.start, 0)[:, None]
 
 
 class _TokenLogProbs(torch.autograd.Function):
+    """The vocabulary in the outer loop, so that each row of a half-type head is widened once."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, lm_head: Tensor, target_ids: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        head = _widen(lm_head).t()
-        lse = torch.empty(len(hidden), dtype=head.dtype, device=hidden.device)
-        target_logits, mean_logits = torch.empty_like(lse), torch.empty_like(lse)
-        for rows in _chunks(len(hidden), len(lm_head)):
-            logits = torch.mm(_widen(hidden[rows]), head).div_(temperature)
-            lse[rows] = torch.logsumexp(logits, dim=-1)
-            target_logits[rows] = logits.gather(1, target_ids[rows, None]).squeeze(1)
-            probs = torch.exp(logits - lse[rows, None])
-            mean_logits[rows] = probs.mul_(logits).sum(dim=-1)
-        entropy = lse - mean_logits
+        # Running over the vocabulary: largest logit, sum of exp(z - largest), and of exp(z - largest) z.
+        largest = torch.full((len(hidden),), -torch.inf, dtype=_sum_dtype(hidden), device=hidden.device)
+        total, weighted, target_logits = (torch.zeros_like(largest) for _ in range(3))
+        row_tiles, column_tiles = _tiles(len(hidden), len(lm_head))
+        for columns in column_tiles:
+            head = _widen(lm_head[columns])
+            for rows in row_tiles:
+                logits = _logits(_widen(hidden[rows]), head, temperature)
+                is_here, place = _place_in(columns, target_ids[rows])
+                target_logits[rows] += torch.where(is_here, logits.gather(1, place).squeeze(1), 0)
+                new_largest = torch.maximum(largest[rows], logits.amax(dim=1))
+                shrink = torch.exp(largest[rows] - new_largest)
+                exps = torch.sub(logits, new_largest[:, None]).exp_()
+                largest[rows] = new_largest
+                total[rows] = total[rows] * shrink + exps.sum(dim=1)
+                weighted[rows] = weighted[rows] * shrink + exps.mul_(logits).sum(dim=1)
+        lse = largest + total.log()
+        entropy = lse - weighted / total
         ctx.save_for_backward(hidden, lm_head, target_ids, lse, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
         return target_logits - lse, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, lm_head, target_ids, lse, entropy = ctx.saved_tensors
+        needs_hidden, needs_head = ctx.needs_input_grad[:2]
         if grad_log_probs is None and grad_entropy is None:
             return None, None, None, None
-        head = _widen(lm_head)
-        grad_hidden = torch.empty_like(hidden)
-        grad_head = torch.zeros_like(head)
-        for rows in _chunks(len(hidden), len(lm_head)):
-            wide = _widen(hidden[rows])
-            log_p = torch.mm(wide, head.t()).div_(ctx.temperature).sub_(lse[rows, None])
-            grad = torch.exp(log_p)
-            # d log p_target / d z_j = 1[j = target] - p_j;  d H / d z_j = -p_j (log p_j + H)
-            if grad_entropy is None:
-                assert grad_log_probs is not None
-                grad.mul_(-grad_log_probs[rows, None])
-            else:
-                factor = log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None])
+        grad_hidden = torch.zeros_like(hidden, dtype=_sum_dtype(hidden)) if needs_hidden else None
+        grad_head = torch.zeros_like(lm_head) if needs_head else None
+        row_tiles, column_tiles = _tiles(len(hidden), len(lm_head))
+        for columns in column_tiles:
+            head = _widen(lm_head[columns])
+            grad_columns = None
+            if grad_head is not None:  # half types are summed in float32 and rounded once
+                is_same_type = grad_head.dtype == head.dtype
+                grad_columns = grad_head[columns] if is_same_type else torch.zeros_like(head)
+            for rows in row_tiles:
+                wide = _widen(hidden[rows])
+                log_p = _logits(wide, head, ctx.temperature).sub_(lse[rows, None])
+                # d log p_target / d z_j = 1[j = target] - p_j;  d H / d z_j = -p_j (log p_j + H)
+                if grad_entropy is None:
+                    assert grad_log_probs is not None
+                    grad = log_p.exp_().mul_(-grad_log_probs[rows, None])
+                else:
+                    grad = torch.exp(log_p)
+                    factor = log_p.add_(entropy[rows, None]).mul_(-grad_entropy[rows, None])
+                    if grad_log_probs is not None:
+                        factor.sub_(grad_log_probs[rows, None])
+                    grad.mul_(factor)
                 if grad_log_probs is not None:
-                    factor.sub_(grad_log_probs[rows, None])
-                grad.mul_(factor)
-            if grad_log_probs is not None:
-                grad.scatter_add_(1, target_ids[rows, None], grad_log_probs[rows, None])
-            grad.div_(ctx.temperature)
-            grad_hidden[rows] = torch.mm(grad, head).to(hidden.dtype)
-            grad_head.addmm_(grad.t(), wide)
-        return grad_hidden, grad_head.to(lm_head.dtype), None, None
+                    is_here, place = _place_in(columns, target_ids[rows])
+                    grad.scatter_add_(1, place, torch.where(is_here, grad_log_probs[rows], 0)[:, None])
+                if ctx.temperature != 1:
+                    grad.div_(ctx.temperature)
+                if grad_hidden is not None:
+                    grad_hidden[rows].addmm_(grad, head)
+                if grad_columns is not None:
+                    grad_columns.addmm_(grad.t(), wide)
+            if grad_head is not None and grad_columns is not None and not is_same_type:
+                grad_head[columns] = grad_columns
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_head, None, None
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype

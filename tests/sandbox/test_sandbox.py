@@ -359,7 +359,7 @@ def test_nothing_is_left_when_the_trainer_is_stopped(number, tmp_path):
     assert wait_for(lambda: len(descendants(process.pid)) > 3)
     children = descendants(process.pid)
     process.send_signal(number)
-    process.wait(timeout=10)
+    process.wait(timeout=60)
     assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
     assert list(tmp_path.iterdir()) == []
 

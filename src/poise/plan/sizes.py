@@ -16,7 +16,7 @@ from poise.model import GptOss, GptOssConfig
 from poise.ops.attention_cpu import MIN_BLOCK
 from poise.ops.experts import MAX_KEPT
 from poise.ops.experts_rows import MAX_BLOCK, rows_per_span
-from poise.ops.log_probs import MAX_LOGITS
+from poise.ops.log_probs import MAX_LOGITS, TILE_ROWS
 
 GIB = 2**30
 WIDE, INDEX = 4, 8  # bytes of float32 and of int64
@@ -273,11 +273,12 @@ class _Sizes:
         return int(self.rows * (2.5 * self._q + 2 * self._kv) * max(self.width, WIDE))
 
     def _log_probs(self) -> int:
-        """Logits of a chunk, three times in the forward; twice in the backward, beside the gradient of the head."""
-        rows = max(1, min(self.rows, MAX_LOGITS // self.model.vocab_size))
-        logits = rows * self.model.vocab_size * WIDE
-        head = 0 if self.width == WIDE else self.head * WIDE  # widened
-        return head + max(3 * logits, 2 * logits + 2 * self.head * WIDE)
+        """Tiles of logits, the one before still among them; in the backward the head's new gradient beside its sum."""
+        vocabulary = self.model.vocab_size
+        columns = max(1, min(vocabulary, MAX_LOGITS // max(1, min(self.rows, TILE_ROWS))))
+        tile = min(self.rows, max(1, MAX_LOGITS // columns)) * columns
+        tiles = 3 if self.config.algorithm.entropy_weight else 2
+        return max(3 * tile * WIDE, tiles * tile * WIDE + self.head * self.width)
 
     def _at_log_probs(self) -> Items:
         grads = self._gradients(self.model.num_layers)

@@ -1,9 +1,8 @@
 """Seconds of one GRPO step, rollout and training apart: poise beside TRL's GRPOTrainer with Transformers.
 
 Both start from the same checkpoint folder, take the same prompts, sample completions of exactly the same length (stop
-tokens are switched off), in groups of the same size, and do one on-policy update in float32 on the CPU. Steps alternate
-between nothing: each system runs its steps in turn in this one process, the first step is not counted, medians are
-printed with the ratio.
+tokens are switched off), in groups of the same size, and do one on-policy update in float32 on the CPU. One system after
+the other runs its steps in this one process; the first step is not counted, and medians are printed with the ratio.
 
     python benchmarks/step.py [--checkpoint FOLDER] [--steps 4] [--threads 2]
 
@@ -31,6 +30,7 @@ from poise.loop import pack_update, roll_out
 from poise.model import load_model, save_model
 from poise.recipes import arithmetic_tiny
 from poise.rollout import Limits, run_group
+from poise.train.scoring import scored
 from poise.train.trainer import Trainer
 
 
@@ -96,7 +96,7 @@ def time_poise(folder: Path, questions: list[str], config: Config, num_steps: in
         ]
         sampled = time.perf_counter()
         assert all(len(t.turns[0].action_ids) == length for g in groups for e in g for t in e)
-        metrics = trainer.step(pack_update(groups, config))
+        metrics = trainer.step(pack_update(scored(groups, config), config))
         engine.new_policy_version(step + 1)
         seconds.append((sampled - started, time.perf_counter() - sampled))
         assert metrics["grad_norm"] > 0
@@ -189,7 +189,7 @@ def time_recipe(checkpoint: Path, num_steps: int) -> None:
             on_group=lambda group: None,
         )
         started = time.perf_counter()
-        batches = pack_update(rollout.groups, config)
+        batches = pack_update(scored(rollout.groups, config), config)
         trainer.step(batches)
         parts.engine.new_policy_version(step)
         sampled = sum(len(turn.action_ids) for e in rollout.episodes for t in e for turn in t.turns)

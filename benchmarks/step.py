@@ -1,8 +1,9 @@
 """Seconds of one GRPO step, rollout and training apart: poise beside TRL's GRPOTrainer with Transformers.
 
 Both start from the same checkpoint folder, take the same prompts, sample completions of exactly the same length (stop
-tokens are switched off), in groups of the same size, and do one on-policy update in float32 on the CPU. One system after the
-other runs its steps in this one process; the first step is not counted, and medians are printed with the ratio.
+tokens are switched off), in groups of the same size, and do one on-policy update in float32 on the CPU. One system
+after the other runs its steps in this one process; the first step is not counted, and medians are printed with the
+ratio.
 
     python benchmarks/step.py [--checkpoint FOLDER] [--steps 4] [--threads 2]
 

@@ -302,9 +302,9 @@ def test_a_separate_pass_in_another_type_breaks_the_ratio_of_one(make_model, mak
 
 
 def test_metrics_hold_no_graph(make_model, make_trajectories):
-    from poise.train.trainer import _Totals
+    from poise.train.totals import Totals
 
-    trainer, totals = Trainer(make_model(), config(entropy_weight=0.1)), _Totals()
+    trainer, totals = Trainer(make_model(), config(entropy_weight=0.1)), Totals()
     (batch,) = pack(make_trajectories(), torch.ones(6), tokens_per_microbatch=BUDGET)
     trainer._loss(batch, 1.0, totals)
     held = [*totals._sums.values(), *totals._extremes.values()]

@@ -17,6 +17,7 @@ from poise.model import GptOss, packed_attend, top_k_route
 from poise.model.gpt_oss import Route
 from poise.ops.log_probs import token_log_probs
 from poise.train.replay import recording_route, replay_route
+from poise.train.totals import Totals, correction_means
 from poise.types import Batch
 
 Schedule = Callable[[int], float]
@@ -157,13 +158,13 @@ class Trainer:
         num_tokens = _num_response_tokens(batches)
         normalizer = sum(self._aggregation_weights(batch)[1] for batch in batches)
         mean_weight = self._mean_weight(batches) if algorithm.normalize_correction else 1.0
-        totals = _Totals()
+        totals = Totals()
         for batch in self._with_response(batches):
             loss = self._loss(batch, mean_weight, totals)
             (loss / normalizer).backward()
             totals.add(loss=loss * (num_tokens / normalizer))
             on_batch(len(batch.input_ids))
-        means = _correction_means(totals.per_token(num_tokens))
+        means = correction_means(totals.per_token(num_tokens))
         # Not `mean > bound`: a NaN must not pass.
         if max_mismatch is not None and not means["mismatch_mean"] <= max_mismatch:
             self.optimizer.zero_grad()
@@ -180,7 +181,7 @@ class Trainer:
             )
         return means | self._update() | _throughput(batches, num_tokens, started)
 
-    def _loss(self, batch: Batch, mean_weight: float, totals: "_Totals") -> Tensor:
+    def _loss(self, batch: Batch, mean_weight: float, totals: "Totals") -> Tensor:
         """The weighted sum of one micro-batch, with its graph; numbers about it go to ``totals``."""
         algorithm, mask = self.config.algorithm, batch.response_mask
         drifted: list[Tensor] = []
@@ -256,7 +257,7 @@ class Trainer:
         """
         started = time.perf_counter()
         num_tokens = _num_response_tokens(batches)
-        totals = _Totals()
+        totals = Totals()
         for batch in self._with_response(batches):
             log_probs, entropy = self.log_probs(batch, temperature=1.0)
             loss = -log_probs.sum()
@@ -291,30 +292,6 @@ class Trainer:
         return replace(batch, **tensors)
 
 
-class _Totals:
-    """Detached numbers of the micro-batches of one step, read once at its end."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._extremes: dict[str, Tensor] = {}
-
-    def add(self, **values: Tensor) -> None:
-        for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value.detach().double()
-
-    def lower(self, **values: Tensor) -> None:
-        for name, value in values.items():
-            self._extremes[name] = torch.minimum(self._extremes.get(name, value), value)
-
-    def raise_(self, **values: Tensor) -> None:
-        for name, value in values.items():
-            self._extremes[name] = torch.maximum(self._extremes.get(name, value), value)
-
-    def per_token(self, num_tokens: int) -> dict[str, float]:
-        means = {name: value.item() / num_tokens for name, value in self._sums.items()}
-        return means | {name: value.item() for name, value in self._extremes.items()}
-
-
 def _rollout_correction(
     batch: Batch, old_log_probs: Tensor, algorithm: AlgorithmConfig
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -329,22 +306,6 @@ def _rollout_correction(
         low=algorithm.correction_low,
         high=algorithm.correction_high,
     )
-
-
-def _correction_means(means: dict[str, float]) -> dict[str, float]:
-    """Sums over tokens and sequences, each divided by the number of tokens, become means of their own kind.
-
-    ``effective_samples``: (sum r)^2 / (n sum r^2) over the tokens' ratios trainer / engine, from 1 / n to 1.
-    """
-    num_sequences = means.pop("num_sequences")
-    del means["rejected_sequences"], means["vetoed_sequences"]
-    return means | {
-        "effective_samples": means.pop("ratio_sum") ** 2 / means.pop("ratio_square_sum"),
-        "mismatch_chi2": means.pop("chi2_sum"),
-        "mismatch_chi2_sequence": means.pop("chi2_sequence_sum") / num_sequences,
-        "perplexity_gap": means.pop("perplexity_gap_sum") / num_sequences,
-        "correction_limited": means.pop("limited_tokens"),
-    }
 
 
 def _num_response_tokens(batches: Sequence[Batch]) -> int:

@@ -1,0 +1,25 @@
+"""Every knob of a run. A recipe is a function that returns a ``Config``; the command line overrides its fields.
+
+Field comments become the help text of the command line: one line each, with the unit.
+"""
+
+from poise.config.algorithm import AlgorithmConfig
+from poise.config.errors import ConfigError, RunError
+from poise.config.model import ModelConfig
+from poise.config.rollout import RolloutConfig
+from poise.config.task import TaskConfig
+from poise.config.training import OptimizerConfig, RunConfig, WarmStartConfig
+from poise.config.whole import Config
+
+__all__ = [
+    "AlgorithmConfig",
+    "Config",
+    "ConfigError",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "RunError",
+    "TaskConfig",
+    "WarmStartConfig",
+]

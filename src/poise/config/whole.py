@@ -1,0 +1,51 @@
+"""One run, whole: its sections, and what must hold between them."""
+
+from dataclasses import dataclass, field
+
+from poise.config.algorithm import AlgorithmConfig
+from poise.config.errors import require
+from poise.config.model import ModelConfig
+from poise.config.rollout import RolloutConfig
+from poise.config.task import TaskConfig
+from poise.config.training import OptimizerConfig, RunConfig, WarmStartConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One run, whole."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        if self.model.path is None:
+            require(
+                self.model.sliding_window <= self.rollout.max_context_tokens,
+                f"model.sliding_window ({self.model.sliding_window}) is larger than rollout.max_context_tokens "
+                f"({self.rollout.max_context_tokens})",
+            )
+        has_group_of_one = self.algorithm.normalize_advantages == "global" and self.algorithm.max_resamples == 0
+        require(
+            self.rollout.group_size > 1 or has_group_of_one,
+            "rollout.group_size must be at least 2: a group baseline needs siblings, and so does max_resamples",
+        )
+        require(
+            self.algorithm.overlong_buffer_tokens <= self.rollout.max_context_tokens,
+            f"algorithm.overlong_buffer_tokens ({self.algorithm.overlong_buffer_tokens}) must not exceed "
+            f"rollout.max_context_tokens ({self.rollout.max_context_tokens})",
+        )
+        require(
+            self.run.tokens_per_microbatch >= self.rollout.max_context_tokens,
+            f"run.tokens_per_microbatch ({self.run.tokens_per_microbatch}) must hold one episode of "
+            f"rollout.max_context_tokens ({self.rollout.max_context_tokens})",
+        )
+        require(
+            self.algorithm.updates_per_batch <= self.rollout.groups_per_step,
+            f"algorithm.updates_per_batch ({self.algorithm.updates_per_batch}) must not exceed "
+            f"rollout.groups_per_step ({self.rollout.groups_per_step}): each update takes whole groups",
+        )

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from poise.cli import full_key, run
+from poise.cli import run
+from poise.cli.keys import full_key
 from poise.config import ConfigError
 from poise.train.checkpoint import latest_checkpoint
 

@@ -1,0 +1,159 @@
+"""The commands: each takes the words after its name. torch is imported late: not for --help and for refused keys."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from poise.cli.keys import KEYS_HELP, parse, take_option
+from poise.config import Config, ConfigError
+from poise.console import Console
+from poise.recipes import RECIPES
+from poise.runfolder import read_config
+
+USAGE = """\
+poise: agentic reinforcement learning for GPT-OSS
+
+  poise train RECIPE [--key value ...]        warm start, then reinforcement learning
+  poise train --resume RUN [--key value ...]  go on from a run folder's latest checkpoint
+  poise sft RECIPE [--key value ...]          the supervised warm start alone
+  poise eval CHECKPOINT [--key value ...]     held-out reward of a checkpoint folder, or of a run's latest checkpoint
+  poise plan RECIPE [--key value ...]         its memory, by kind and phase: does it fit, and what would
+       [--gpus N] [--gpu-memory 80GB] [--context TOKENS] [--sequence-degree N] [--expert-degree N] [--released 20b|120b]
+  poise recipes                               the recipes, a line each
+  poise doctor                                versions, devices, attention kernels, sandbox, extras of this machine
+"""
+
+
+def train(args: list[str]) -> None:
+    resume, args = take_option(args, "--resume")
+    if resume is None:
+        config = parse(_recipe(args), args[1:], prog=f"poise train {args[0]}")
+    else:
+        if args and not args[0].startswith("-"):
+            args = args[1:]  # the recipe of a resumed run is what its config.json says
+        before = read_config(Path(resume) / "config.json")
+        config = parse(before, args, prog="poise train --resume RUN")
+        _require_resumable(before, config)
+    from poise.jobs import train_job  # torch is not imported for --help and for refused keys
+
+    train_job(config, Console(), resume=None if resume is None else Path(resume))
+
+
+def _require_resumable(before: Config, config: Config) -> None:
+    """Refuses changes that would silently do nothing, or would make the rest of the run another run."""
+    free = {"run.steps", "run.save_every", "run.eval_every", "run.eval_problems", "run.log_trajectories_every"}
+    free |= {"run.trackers", "optimizer.learning_rate", "optimizer.max_grad_norm", "algorithm.clip_low"}
+    free |= {"algorithm.clip_high", "algorithm.entropy_weight", "model.device", "run.recompute"}
+    for section in dataclasses.fields(Config):
+        old, new = getattr(before, section.name), getattr(config, section.name)
+        for field in dataclasses.fields(old):
+            key = f"{section.name}.{field.name}"
+            if getattr(old, field.name) != getattr(new, field.name) and key not in free:
+                raise ConfigError(f"--resume cannot change {key}; it can change {', '.join(sorted(free))}")
+
+
+def eval_(args: list[str]) -> None:
+    if args and args[0] in ("-h", "--help"):
+        parse(Config(), ["--help"], prog="poise eval CHECKPOINT")
+    if not args or args[0].startswith("-"):
+        raise ConfigError("poise eval needs a checkpoint folder or a run folder first")
+    from poise.jobs import eval_job
+    from poise.train.checkpoint import latest_checkpoint
+
+    folder = Path(args[0])
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} does not exist: poise eval needs a checkpoint folder or a run folder")
+    checkpoint = latest_checkpoint(folder) or folder
+    if checkpoint == folder and (folder / "checkpoints").is_dir():
+        raise ConfigError(f"{folder} is a run folder that holds no checkpoint yet")
+    # A checkpoint of a run is evaluated on that run's task unless the command line says otherwise.
+    run_config = checkpoint.parent.parent / "config.json"
+    default = read_config(run_config) if checkpoint.parent.name == "checkpoints" and run_config.exists() else Config()
+    # All held-out problems; and nothing is packed, so no length is too long for a micro-batch.
+    settings = replace(default.run, eval_problems=0, tokens_per_microbatch=10**9)
+    default = replace(default, run=settings, model=replace(default.model, path=str(checkpoint)))
+    config = parse(default, args[1:], prog=f"poise eval {folder}")
+    for section in ("algorithm", "optimizer", "warm_start"):
+        if getattr(config, section) != getattr(default, section):
+            raise ConfigError(f"--{section.replace('_', '-')}.* does nothing in poise eval, which does not train")
+    eval_job(config, Console())
+
+
+def plan(args: list[str]) -> int:
+    """Exit code 1 where the run does not fit."""
+    context, args = take_option(args, "--context")
+    memory, args = take_option(args, "--gpu-memory")
+    released, args = take_option(args, "--released")
+    counts: dict[str, int] = {}
+    for option in ("--gpus", "--sequence-degree", "--expert-degree"):
+        value, args = take_option(args, option)
+        counts[option] = 1 if value is None else _whole_number(option, value)
+    default = _recipe(args)
+    if context is not None:
+        tokens = _whole_number("--context", context)
+        settings = replace(default.run, tokens_per_microbatch=max(tokens, default.run.tokens_per_microbatch))
+        default = replace(default, rollout=replace(default.rollout, max_context_tokens=tokens), run=settings)
+    config = parse(default, args[1:], prog=f"poise plan {args[0]}")
+    from poise.planning import Machine, parse_bytes, plan_lines, planned_model
+
+    machine = Machine(
+        gpus=counts["--gpus"],
+        memory=None if memory is None else parse_bytes(memory),
+        sequence=counts["--sequence-degree"],
+        expert=counts["--expert-degree"],
+    )
+    fits, lines = plan_lines(planned_model(config, released), config, machine)
+    for line in lines:
+        print(line)
+    return 0 if fits else 1
+
+
+def _whole_number(option: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{option} must be a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def _recipe(args: Sequence[str]) -> Config:
+    if not args:
+        raise ConfigError(f"name a recipe: {', '.join(RECIPES)}")
+    if args[0] in ("-h", "--help"):
+        print(f"{USAGE}\n{KEYS_HELP}")
+        sys.exit(0)
+    if args[0] not in RECIPES:
+        raise ConfigError(f"unknown recipe {args[0]}; known are {', '.join(RECIPES)}")
+    return RECIPES[args[0]]()
+
+
+def recipes(args: list[str]) -> None:
+    for name, recipe in RECIPES.items():
+        print(f"{name:18} {(recipe.__doc__ or '').splitlines()[0]}")
+
+
+def doctor(args: list[str]) -> None:
+    from poise.doctor import diagnose
+
+    for title, rows in diagnose():
+        print(f"\n{title}")
+        for name, text in rows:
+            print(f"  {name:14} {text}", flush=True)
+
+
+def sft(args: list[str]) -> None:
+    config = parse(_recipe(args), args[1:], prog=f"poise sft {args[0]}")
+    from poise.jobs import sft_job
+
+    Console().line(f"checkpoint: {sft_job(config, Console())}")
+
+
+# What a command returns is the exit code; None is 0.
+COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
+    "train": train,
+    "sft": sft,
+    "eval": eval_,
+    "plan": plan,
+    "recipes": recipes,
+    "doctor": doctor,
+}

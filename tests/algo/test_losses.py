@@ -179,6 +179,42 @@ def test_estimators_against_the_sums_over_a_whole_distribution():
     assert not torch.allclose(gradient(forward), gradient(reverse), rtol=1e-2)
 
 
+def test_the_gradient_of_each_estimator_for_three_tokens():
+    """Policy (0.5, 0.3, 0.2), reference (0.2, 0.3, 0.5): d = (ln 2.5, 0, -ln 2.5).
+
+    KL(policy || reference) = 0.3 ln 2.5 = 0.27489, and its gradient by the logits p (d - KL):
+    0.5 x 0.64140, 0.3 x -0.27489, 0.2 x -1.19118.
+    """
+    policy = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    reference = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    true = [0.3207, -0.0825, -0.2382]
+
+    def reverse_kl(logits):
+        weights = [math.exp(logit) for logit in logits]
+        p = [weight / sum(weights) for weight in weights]
+        return sum(a * math.log(a / b) for a, b in zip(p, reference.tolist(), strict=True))
+
+    # The literal numbers against central differences of the definition, which knows neither autograd nor estimators.
+    differences = []
+    for i in range(3):
+        high, low = policy.log().tolist(), policy.log().tolist()
+        high[i], low[i] = high[i] + 1e-5, low[i] - 1e-5
+        differences.append((reverse_kl(high) - reverse_kl(low)) / 2e-5)
+    assert differences == pytest.approx(true, abs=5e-5)
+
+    def expected_gradient(estimator):
+        """Sum over the tokens of their probability times the gradient of the loss at that token: sampling, exactly."""
+        logits = policy.log().requires_grad_()
+        per_token = kl(logits.log_softmax(0), reference.log(), estimator)
+        (gradient,) = torch.autograd.grad((policy * per_token).sum(), logits)
+        return gradient.tolist()
+
+    assert expected_gradient("k1") == pytest.approx([0.0, 0.0, 0.0], abs=1e-15)
+    assert expected_gradient("k2") == pytest.approx(differences, abs=1e-9)
+    # k3 has that of KL(reference || policy), p - q: other numbers, and none at all at the middle token.
+    assert expected_gradient("k3") == pytest.approx([0.3, 0.0, -0.3], abs=1e-12)
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_never_makes_nan(estimator):
     log_probs = torch.tensor([-INF, -1.0, -INF, -200.0, 0.0, -1.0], requires_grad=True)

@@ -18,8 +18,9 @@ from poise.model import GptOss, load_model
 from poise.runfolder import CONFIG_FILE, create_run_folder, write_config, write_trajectories
 from poise.seeding import derive_seed
 from poise.train.checkpoint import checkpoint_folder, latest_checkpoint, load_checkpoint, read_state, save_checkpoint
+from poise.train.optimizer import warm_start_schedule
 from poise.train.scoring import Group, RolloutError
-from poise.train.trainer import Trainer, warm_start_schedule
+from poise.train.trainer import Trainer
 from poise.types import Trajectory
 from poise.warmstart import demonstrations, warm_start
 

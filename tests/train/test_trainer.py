@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from poise.config import AlgorithmConfig, Config, OptimizerConfig, RolloutConfig, WarmStartConfig
+from poise.train.optimizer import GradientError, warm_start_schedule, warmup_schedule
 from poise.train.packing import pack, pack_demonstrations
-from poise.train.trainer import GradientError, MismatchError, Trainer, warm_start_schedule, warmup_schedule
+from poise.train.trainer import MismatchError, Trainer
 from poise.types import Stop, Trajectory, Turn
 
 TEMPERATURE = 0.7

@@ -1,6 +1,5 @@
 """One optimizer step: micro-batches in, new weights and numbers about them out."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
@@ -8,24 +7,18 @@ from dataclasses import replace
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from poise.algo.correction import mismatch, rollout_correction
 from poise.algo.losses import aggregation_weights, kl, policy_loss
-from poise.config import AlgorithmConfig, Config, OptimizerConfig, RunError, WarmStartConfig
+from poise.config import AlgorithmConfig, Config, RunError
 from poise.model import GptOss, packed_attend, top_k_route
 from poise.model.gpt_oss import Route
 from poise.ops.log_probs import token_log_probs
+from poise.train.optimizer import Schedule, adamw, steps_done, update, warmup_schedule
 from poise.train.replay import recording_route, replay_route
 from poise.train.totals import Totals, correction_means
 from poise.types import Batch
-
-Schedule = Callable[[int], float]
-"""Steps done -> learning rate of the next step."""
-
-
-class GradientError(RunError):
-    """The gradient is not finite: a step along it would destroy the weights."""
 
 
 class MismatchError(RunError):
@@ -36,30 +29,10 @@ class CorrectionError(RunError):
     """Rollout correction has left nothing to learn from."""
 
 
-def warmup_schedule(config: OptimizerConfig) -> Schedule:
-    """Linear over ``warmup_steps`` steps, the first at 1 / warmup_steps of the peak; constant from then on."""
-    return lambda step: config.learning_rate * min(1.0, (step + 1) / max(1, config.warmup_steps))
-
-
-def warm_start_schedule(config: WarmStartConfig) -> Schedule:
-    """Linear over ``warmup_steps``, then along a cosine to a tenth of the peak, which the last step reaches."""
-
-    def learning_rate(step: int) -> float:
-        if step < config.warmup_steps:
-            return config.learning_rate * (step + 1) / config.warmup_steps
-        # The step that ends the warm-up already ran at the peak; without one, step 0 does.
-        peak = max(0, config.warmup_steps - 1)
-        progress = min(1.0, (step - peak) / max(1, config.steps - 1 - peak))
-        return config.learning_rate * (0.55 + 0.45 * math.cos(math.pi * progress))
-
-    return learning_rate
-
-
 class Trainer:
     """A model and its optimizer for one phase of a run; a new phase is a new Trainer over the same model.
 
-    AdamW with decoupled weight decay (Loshchilov and Hutter 2019), fused where torch has it; norms, biases and sinks do
-    not decay. ``schedule`` defaults to ``warmup_schedule(config.optimizer)``. All there is to save is the model and
+    ``schedule`` defaults to ``warmup_schedule(config.optimizer)``. All there is to save is the model and
     ``optimizer``: the number of steps done lives in its ``state_dict`` too.
     """
 
@@ -68,12 +41,12 @@ class Trainer:
         self.config = config
         self.schedule = schedule or warmup_schedule(config.optimizer)
         self.device = model.lm_head.weight.device
-        self.optimizer = _adamw(model, config.optimizer, self.device)
+        self.optimizer = adamw(model, config.optimizer, self.device)
 
     @property
     def steps_done(self) -> int:
         """Optimizer steps of this phase."""
-        return int(self.optimizer.param_groups[0]["steps_done"])
+        return steps_done(self.optimizer)
 
     def make_reference(self) -> GptOss | None:
         """A frozen copy of the policy as it is now; None where ``kl_weight`` is 0 and nobody would read it."""
@@ -266,17 +239,8 @@ class Trainer:
         return totals.per_token(num_tokens) | self._update() | _throughput(batches, num_tokens, started)
 
     def _update(self) -> dict[str, float]:
-        """Clip, step, forget the gradient."""
-        learning_rate = self.schedule(self.steps_done)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm).item()
-        if not math.isfinite(norm):
-            self.optimizer.zero_grad()
-            raise GradientError(f"step {self.steps_done}: the gradient norm is {norm}; the weights were left alone")
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-            group["steps_done"] += 1
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        limit = self.config.optimizer.max_grad_norm
+        norm, learning_rate = update(self.model, self.optimizer, self.schedule, max_grad_norm=limit)
         return {"grad_norm": norm, "learning_rate": learning_rate}
 
     def _with_response(self, batches: Sequence[Batch]) -> Iterator[Batch]:
@@ -318,22 +282,3 @@ def _num_response_tokens(batches: Sequence[Batch]) -> int:
 def _throughput(batches: Sequence[Batch], num_response_tokens: int, started: float) -> dict[str, float]:
     num_rows = sum(len(batch.input_ids) for batch in batches)
     return {"response_tokens": num_response_tokens, "tokens_per_s": num_rows / (time.perf_counter() - started)}
-
-
-def _adamw(model: nn.Module, config: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
-    decays: list[nn.Parameter] = []
-    exempt: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        is_exempt = "norm" in name or name.endswith(("bias", "sinks"))
-        (exempt if is_exempt else decays).append(parameter)
-    # `steps_done` rides in the groups so that it is saved and restored with the moments it belongs to.
-    groups = [
-        {"params": decays, "weight_decay": config.weight_decay, "steps_done": 0},
-        {"params": exempt, "weight_decay": 0.0, "steps_done": 0},
-    ]
-    return torch.optim.AdamW(
-        groups,
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        fused=device.type in ("cpu", "cuda"),
-    )

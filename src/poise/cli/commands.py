@@ -21,6 +21,8 @@ poise: agentic reinforcement learning for GPT-OSS
   poise eval CHECKPOINT [--key value ...]     held-out reward of a checkpoint folder, or of a run's latest checkpoint
   poise plan RECIPE [--key value ...]         its memory, by kind and phase: does it fit, and what would
        [--gpus N] [--gpu-memory 80GB] [--context TOKENS] [--sequence-degree N] [--expert-degree N] [--released 20b|120b]
+  poise upcycle SOURCE OUT                    a Llama-type checkpoint (Hugging Face folder or .gguf) as a GPT-OSS one
+       [--experts E] [--active A] [--noise SHARE] [--specials add|reserved] [--format fp32|bf16|mxfp4] [--seed N]
   poise recipes                               the recipes, a line each
   poise doctor                                versions, devices, attention kernels, sandbox, extras of this machine
 """
@@ -110,10 +112,17 @@ def plan(args: list[str]) -> int:
     return 0 if fits else 1
 
 
-def _whole_number(option: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{option} must be a whole number of at least 1, got {text!r}")
+def _whole_number(option: str, text: str, *, at_least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < at_least:
+        raise ConfigError(f"{option} must be a whole number of at least {at_least}, got {text!r}")
     return int(text)
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{option} must be a number, got {text!r}") from None
 
 
 def _recipe(args: Sequence[str]) -> Config:
@@ -148,12 +157,46 @@ def sft(args: list[str]) -> None:
     Console().line(f"checkpoint: {sft_job(config, Console())}")
 
 
+def upcycle(args: list[str]) -> None:
+    options = {
+        "--experts": "1",
+        "--active": "1",
+        "--noise": "0",
+        "--specials": "add",
+        "--format": "fp32",
+        "--seed": "0",
+    }
+    for option, default in options.items():
+        value, args = take_option(args, option)
+        options[option] = default if value is None else value
+    if len(args) != 2 or any(arg.startswith("-") for arg in args):
+        raise ConfigError(
+            f"poise upcycle takes SOURCE, OUT and {', '.join(options)}; got {' '.join(args) or 'nothing'}"
+        )
+    source, out = map(Path, args)
+    from poise.upcycle import Upcycling
+    from poise.upcycle import upcycle as upcycled
+
+    how = Upcycling(
+        num_experts=_whole_number("--experts", options["--experts"]),
+        experts_per_token=_whole_number("--active", options["--active"]),
+        noise=_number("--noise", options["--noise"]),
+        specials=options["--specials"],  # type: ignore[arg-type]  # refused there
+        seed=_whole_number("--seed", options["--seed"], at_least=0),
+    )
+    if options["--format"] not in ("fp32", "bf16", "mxfp4"):
+        raise ConfigError(f"--format must be fp32, bf16 or mxfp4, got {options['--format']}")
+    model = upcycled(source, out, how, format=options["--format"])  # type: ignore[arg-type]
+    Console().line(f"checkpoint: {out}, {sum(p.numel() for p in model.parameters()):,} parameters")
+
+
 # What a command returns is the exit code; None is 0.
 COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "train": train,
     "sft": sft,
     "eval": eval_,
     "plan": plan,
+    "upcycle": upcycle,
     "recipes": recipes,
     "doctor": doctor,
 }

@@ -111,7 +111,8 @@ def with_harmony(
     # A table may have more rows than the tokenizer has names: new ids begin behind both.
     fillers = [f"<|reserved_{i}|>" for i in range(tokenizer.get_vocab_size(), num_rows)]
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in (*fillers, *missing)])
-    return HarmonyTokenizer(tokenizer), [(tokenizer.token_to_id(name), parts.get(name)) for name in missing]
+    ids = tokenizer.get_vocab()
+    return HarmonyTokenizer(tokenizer), [(ids[name], parts.get(name)) for name in missing]
 
 
 def _renamed(

@@ -1,5 +1,7 @@
-"""What samples: the embedded engine."""
+"""What samples: the embedded engine, and clients of servers."""
 
 from poise.engine.embedded import EmbeddedEngine
+from poise.engine.http import EngineError, Servers
+from poise.engine.vllm import VllmEngine
 
-__all__ = ["EmbeddedEngine"]
+__all__ = ["EmbeddedEngine", "EngineError", "Servers", "VllmEngine"]

@@ -75,12 +75,13 @@ class McpTask:
 def read_servers(servers: Servers | str | Path) -> Servers:
     """The servers by name. Raises ConfigError naming the server and the key that is wrong."""
     if isinstance(servers, str | Path):
-        path = Path(servers)
         try:
-            servers = json.loads(path.read_text(encoding="utf-8"))["mcpServers"]
+            described: Servers = json.loads(Path(servers).read_text(encoding="utf-8"))["mcpServers"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} is no JSON object with mcpServers: {error!r}") from error
-    for name, server in servers.items():
+            raise ConfigError(f"{servers} is no JSON object with mcpServers: {error!r}") from error
+    else:
+        described = servers
+    for name, server in described.items():
         if ("command" in server) == ("url" in server):
             raise ConfigError(
                 f'MCP server {name} needs either "command" or "url", got {", ".join(server) or "nothing"}'
@@ -88,7 +89,7 @@ def read_servers(servers: Servers | str | Path) -> Servers:
         allowed = {"url"} if "url" in server else {"command", "args", "env", "cwd"}
         if unknown := sorted(set(server) - allowed):
             raise ConfigError(f"MCP server {name} has unknown keys {', '.join(unknown)}; known: {', '.join(allowed)}")
-    return servers
+    return described
 
 
 class McpEnv:

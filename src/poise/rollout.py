@@ -239,6 +239,7 @@ class _Stream:
             action_ids=action.token_ids,
             rollout_log_probs=action.log_probs,
             policy_version=action.policy_version,
+            policy_versions=action.policy_versions,
             reward=reward,
             routes=self._turn_routes(action),
         )

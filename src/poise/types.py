@@ -34,7 +34,9 @@ class Action:
 
     ``token_ids``: the sampled tokens, the stop token included when there is one. ``log_probs``: natural log-probability
     of each under exactly the distribution it was sampled from. ``is_stopped``: False when the action was cut by
-    ``max_tokens``. ``routes``: int16 [rows, layers, A], the experts of the forward that predicted each token of
+    ``max_tokens``. ``policy_version``: of the weights that sampled its first token; ``policy_versions``: of each token
+    where the weights moved under way, and empty where all are the same. ``routes``: int16 [rows, layers, A], the
+    experts of the forward that predicted each token of
     the stream this call processed; the last ``len(token_ids)`` rows belong to the sampled tokens. None: not recorded.
     """
 
@@ -42,9 +44,11 @@ class Action:
     log_probs: tuple[float, ...]
     is_stopped: bool
     policy_version: int = 0
+    policy_versions: tuple[int, ...] = ()
     routes: NDArray[np.int16] | None = None
 
     def __post_init__(self) -> None:
+        _require_versions("Action", self.policy_versions, len(self.token_ids))
         _require_equal_lengths("Action", token_ids=self.token_ids, log_probs=self.log_probs)
         _require_finite("Action.log_probs", self.log_probs)
         if not self.token_ids:
@@ -67,7 +71,8 @@ class Turn:
     """One exchange: what was added to the stream, then what the policy answered.
 
     ``observation_ids``: only the tokens added since the last turn. ``reward``: credit of this turn (0 where the
-    environment gives none). ``routes``: int16 [observation + action, layers, A]; row i holds the experts of the
+    environment gives none). ``policy_version`` and ``policy_versions``: as in ``Action``.
+    ``routes``: int16 [observation + action, layers, A]; row i holds the experts of the
     forward that predicted token i of this turn; the first row of a stream is -1: nothing predicts its first token.
     """
 
@@ -75,10 +80,12 @@ class Turn:
     action_ids: tuple[int, ...]
     rollout_log_probs: tuple[float, ...]
     policy_version: int = 0
+    policy_versions: tuple[int, ...] = ()
     reward: float = 0.0
     routes: NDArray[np.int16] | None = None
 
     def __post_init__(self) -> None:
+        _require_versions("Turn", self.policy_versions, len(self.action_ids))
         _require_equal_lengths("Turn", action_ids=self.action_ids, rollout_log_probs=self.rollout_log_probs)
         _require_finite("Turn.rollout_log_probs", self.rollout_log_probs)
         num_tokens = len(self.observation_ids) + len(self.action_ids)
@@ -129,6 +136,15 @@ class Trajectory:
             log_prob
             for turn in self.turns
             for log_prob in (*[0.0] * len(turn.observation_ids), *turn.rollout_log_probs)
+        ]
+
+    @property
+    def policy_versions(self) -> list[int]:
+        """Of each sampled token, in order."""
+        return [
+            version
+            for turn in self.turns
+            for version in turn.policy_versions or (turn.policy_version,) * len(turn.action_ids)
         ]
 
     @property
@@ -191,3 +207,8 @@ def _require_finite(owner: str, values: Sequence[float]) -> None:
     for value in values:
         if not math.isfinite(value):
             raise ValueError(f"{owner} must be finite, got {value}")
+
+
+def _require_versions(owner: str, versions: Sequence[int], num_tokens: int) -> None:
+    if versions and len(versions) != num_tokens:
+        raise ValueError(f"{owner}.policy_versions has {len(versions)} entries for {num_tokens} tokens")

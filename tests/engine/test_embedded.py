@@ -273,3 +273,99 @@ def test_a_cancelled_request_frees_its_slot():
         return await engine([2], episode_id="b", seed=0, max_tokens=2)
 
     assert len(asyncio.run(run()).token_ids) == 2
+
+
+def test_weights_that_move_under_way_leave_each_token_its_version_log_prob_and_routes():
+    old, new = model_with_large_sinks(), model_with_large_sinks()
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    acting = model_with_large_sinks()
+    engine = engine_of(acting, stop_ids=set(), max_context_tokens=200)
+    engine.new_policy_version(4)
+
+    async def main():
+        prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [5, 3]]
+        tasks = [
+            asyncio.create_task(engine(prompt, episode_id=f"{i}", seed=i, max_tokens=40))
+            for i, prompt in enumerate(prompts)
+        ]
+        for version in (5, 6):
+            for _ in range(13):
+                await asyncio.sleep(0)
+            if version == 5:
+                with pytest.raises(RuntimeError, match="while episodes are being sampled"):
+                    engine.new_policy_version(version)
+                acting.load_state_dict(new.state_dict())
+            engine.new_policy_version(version, in_flight=True)  # the second time nothing has moved but the version
+        return prompts, await asyncio.gather(*tasks)
+
+    for prompt, action in zip(*asyncio.run(main()), strict=True):
+        versions = list(action.policy_versions)
+        assert versions == sorted(versions)
+        assert set(versions) == {4, 5, 6}
+        assert action.policy_version == 4
+        stream = [*prompt, *action.token_ids]
+        said = {model: full_forward(model, stream, 0.7) for model in (old, new)}
+        for offset, (token, log_prob, version) in enumerate(
+            zip(action.token_ids, action.log_probs, versions, strict=True)
+        ):
+            log_probs, routes = said[old if version == 4 else new]
+            row = len(prompt) + offset - 1  # of the input that predicted it
+            assert log_prob == pytest.approx(log_probs[row, token].item(), abs=1e-4)
+            assert np.array_equal(np.sort(action.routes[row], -1), np.sort(routes[row], -1))
+
+
+def test_an_action_within_one_version_names_it_once():
+    engine = engine_of(model_with_large_sinks())
+    engine.new_policy_version(7)
+    action = asyncio.run(engine([1, 2, 3], episode_id="e", seed=0, max_tokens=5))
+    assert (action.policy_version, action.policy_versions) == (7, ())
+
+
+def test_requests_with_temperatures_and_stops_of_their_own_share_forwards():
+    model = model_with_large_sinks()
+    engine = engine_of(model)
+    prompt = [3, 1, 4]
+
+    async def main():
+        return await asyncio.gather(
+            engine.sample(prompt, episode_id="a", seed=1, max_tokens=20, temperature=1.5, stop_ids=[7], num_top=3),
+            engine.sample(prompt, episode_id="b", seed=1, max_tokens=20),
+        )
+
+    (hot, tops), (plain, no_tops) = asyncio.run(main())
+    for action, temperature, stops in ((hot, 1.5, {7}), (plain, 0.7, {CALL, RETURN})):
+        stream = [*prompt, *action.token_ids]
+        log_probs, _ = full_forward(model, stream, temperature)
+        expected = [log_probs[i - 1, stream[i]].item() for i in range(len(prompt), len(stream))]
+        assert action.log_probs == pytest.approx(expected, abs=1e-4)
+        assert not stops & set(action.token_ids[:-1])
+        assert action.is_stopped == (action.token_ids[-1] in stops)
+    assert no_tops == []
+    log_probs, _ = full_forward(model, prompt, 1.5)
+    values, ids = log_probs[-1].topk(3)
+    assert list(tops[0]) == ids.tolist()
+    assert list(tops[0].values()) == pytest.approx(values.tolist(), abs=1e-4)
+
+
+def test_a_paused_engine_goes_on_where_it_was():
+    async def main(pauses):
+        engine = engine_of(model_with_large_sinks(), stop_ids=set())
+        task = asyncio.create_task(engine([1, 2, 3], episode_id="e", seed=0, max_tokens=30))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        if pauses:
+            engine.pause()
+            late = asyncio.create_task(engine([1, 2], episode_id="late", seed=0, max_tokens=5))
+            await asyncio.sleep(0.01)
+            before = engine.num_sampled_tokens
+            await asyncio.sleep(0.01)
+            assert engine.num_sampled_tokens == before > 0
+            assert not late.done()
+            engine.resume()
+            await late
+        return await task
+
+    paused, straight = asyncio.run(main(True)), asyncio.run(main(False))
+    assert paused.token_ids == straight.token_ids

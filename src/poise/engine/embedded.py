@@ -7,45 +7,19 @@ they move are the cached keys and values, which ``new_policy_version`` drops.
 import asyncio
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from poise.engine.cache import Chunk, KeyValueCache, split_chunks
 from poise.engine.sampler import request_uniforms, sample
+from poise.engine.slots import Request, Slot, occupy, tokens_to_feed
 from poise.model import GptOss
 from poise.model.gpt_oss import top_k_route
 from poise.types import Action
 
 # Cached prefixes longer than this many new tokens are fed in pieces: their scores take [heads, piece, context].
 MAX_CONTINUING_TOKENS = 512
-
-
-@dataclass(eq=False)
-class _Slot:
-    """One row of the cache. ``cached_ids`` are the tokens whose keys and values it holds."""
-
-    index: int
-    episode_id: str | None = None
-    cached_ids: list[int] = field(default_factory=list)
-    is_finished: bool = False  # the last action ended the episode: first to be evicted
-    last_used: int = 0
-    request: "_Request | None" = None
-
-
-@dataclass(eq=False)
-class _Request:
-    token_ids: list[int]
-    episode_id: str
-    max_tokens: int
-    uniforms: NDArray[np.float64]
-    future: "asyncio.Future[Action]"
-    leader: "_Slot | None" = None  # prefills the same prompt; this request waits and copies
-    sampled_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
 
 
 class EmbeddedEngine:
@@ -90,14 +64,32 @@ class EmbeddedEngine:
             dtype=torch.int16,
             device=weight.device,
         )
-        self._slots = [_Slot(index=i) for i in range(num_slots)]
-        self._waiting: deque[_Request] = deque()
+        self._slots = [Slot(index=i) for i in range(num_slots)]
+        self._waiting: deque[Request] = deque()
         self._task: asyncio.Task[None] | None = None
+        self._is_paused = False
         self._clock = 0
         self._route = top_k_route(config.experts_per_token)
 
     async def __call__(self, token_ids: Sequence[int], *, episode_id: str, seed: int, max_tokens: int) -> Action:
         """Samples until a stop id or ``max_tokens``. Raises ValueError where the context cannot hold both."""
+        return (await self.sample(token_ids, episode_id=episode_id, seed=seed, max_tokens=max_tokens))[0]
+
+    async def sample(
+        self,
+        token_ids: Sequence[int],
+        *,
+        episode_id: str,
+        seed: int,
+        max_tokens: int,
+        temperature: float | None = None,
+        stop_ids: Collection[int] | None = None,
+        num_top: int = 0,
+    ) -> tuple[Action, list[dict[int, float]]]:
+        """The same with a temperature and stop ids of this request's own, in the forwards of all others.
+
+        Also returns, per sampled token, the log-probs of the ``num_top`` most probable ones.
+        """
         if not token_ids or max_tokens < 1:
             raise ValueError(
                 f"token_ids must not be empty and max_tokens at least 1, got {len(token_ids)}, {max_tokens}"
@@ -106,36 +98,71 @@ class EmbeddedEngine:
             raise ValueError(
                 f"{len(token_ids)} tokens + max_tokens {max_tokens} exceed max_context_tokens {self.max_context_tokens}"
             )
-        request = _Request(
+        request = Request(
             token_ids=list(token_ids),
             episode_id=episode_id,
             max_tokens=max_tokens,
             uniforms=request_uniforms(seed, max_tokens),
             future=asyncio.get_running_loop().create_future(),
+            temperature=self.temperature if temperature is None else temperature,
+            stop_ids=self.stop_ids if stop_ids is None else frozenset(stop_ids),
+            num_top=num_top,
         )
         self._waiting.append(request)
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run())
-        return await request.future
+        self._start()
+        return await request.future, request.tops
 
-    def new_policy_version(self, version: int) -> None:
+    def pause(self) -> None:
+        """Freezes sampling after the forward under way; requests go on after ``resume``."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        self._is_paused = False
+        if self._waiting or self.num_running:
+            self._start()
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are being sampled."""
+        return sum(slot.request is not None for slot in self._slots)
+
+    def _start(self) -> None:
+        if not self._is_paused and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._run())
+
+    def new_policy_version(self, version: int, *, in_flight: bool = False) -> None:
         """The parameters moved: forgets every episode, as a new engine would, so that a resumed run batches alike.
 
-        Raises RuntimeError while requests are being sampled.
+        ``in_flight``: requests under way go on with the new policy, which first reads their whole stream again; their
+        tokens so far keep version and routes. Otherwise raises RuntimeError while requests are being sampled.
         """
-        if any(slot.request is not None for slot in self._slots) or self._waiting:
+        if not in_flight and (self.num_running or self._waiting):
             raise RuntimeError(
                 "new_policy_version while episodes are being sampled: their cache would mix two policies"
             )
         self.policy_version = version
         for slot in self._slots:
-            slot.episode_id, slot.is_finished, slot.last_used = None, False, 0
+            if slot.request is not None:
+                self._keep_routes(slot, slot.request)
+                slot.request.leader = None
+            else:
+                slot.episode_id, slot.is_finished, slot.last_used = None, False, 0
             slot.cached_ids.clear()
+
+    def _keep_routes(self, slot: Slot, request: Request) -> None:
+        """Of what the old policy has read; the new one overwrites them when it reads the stream again."""
+        before = request.routes_before
+        num_before = 0 if before is None else len(before)
+        if request.sampled_ids and len(slot.cached_ids) > num_before:
+            routes = self._routes[slot.index, : len(slot.cached_ids)].clone()
+            if before is not None:
+                routes[:num_before] = before
+            request.routes_before = routes
 
     async def _run(self) -> None:
         """Steps until no request is left. An error in a step reaches every caller that waits."""
         try:
-            while True:
+            while not self._is_paused:
                 self._admit()
                 active = [slot for slot in self._slots if slot.request is not None]
                 if not active:
@@ -169,7 +196,7 @@ class EmbeddedEngine:
         # Prefixes that a waiting request is about to extend are the last to be evicted, empty slots the first.
         wanted = {request.episode_id for request in self._waiting}
         idle.sort(key=lambda s: (s.episode_id in wanted, s.episode_id is not None, not s.is_finished, s.last_used))
-        still_waiting: deque[_Request] = deque()
+        still_waiting: deque[Request] = deque()
         for request in self._waiting:
             if request.future.cancelled():
                 continue
@@ -179,23 +206,29 @@ class EmbeddedEngine:
             if slot_or_none is None:
                 still_waiting.append(request)
             else:
-                _occupy(slot_or_none, request)
+                occupy(slot_or_none, request)
         self._waiting = still_waiting
         self._share_prompts()
 
     def _share_prompts(self) -> None:
         """Of new requests with the same prompt the first prefills it; the others follow."""
-        leaders: dict[tuple[int, ...], _Slot] = {}
+        leaders: dict[tuple[int, ...], Slot] = {}
         for slot in self._slots:
             request = slot.request
-            if request is not None and not slot.cached_ids and request.leader is None and len(request.token_ids) > 1:
+            if (
+                request is not None
+                and not slot.cached_ids
+                and not request.sampled_ids  # under way already when the policy moved
+                and request.leader is None
+                and len(request.token_ids) > 1
+            ):
                 leader = leaders.setdefault(tuple(request.token_ids), slot)
                 request.leader = None if leader is slot else leader
 
-    def _follow(self, active: Sequence[_Slot]) -> None:
+    def _follow(self, active: Sequence[Slot]) -> None:
         """Followers take over a prompt that their leader has just finished; without its last token, which they feed
         themselves to get their own logits."""
-        followers: dict[int, list[_Slot]] = {}
+        followers: dict[int, list[Slot]] = {}
         for slot in active:
             request = slot.request
             if request is None or request.leader is None:
@@ -214,14 +247,14 @@ class EmbeddedEngine:
             self._routes[copies, :num_tokens] = self._routes[index, :num_tokens]
 
     @torch.inference_mode()
-    def _step(self, active: Sequence[_Slot]) -> None:
+    def _step(self, active: Sequence[Slot]) -> None:
         """One forward for every active slot: a sampled token, or a piece of its prompt."""
         self._clock += 1
         self._follow(active)
         slot_of = {slot.index: slot for slot in active}
         chunks = self._next_chunks(active)
         fed = [
-            token for c in chunks for token in _tokens_to_feed(slot_of[c.slot])[: c.num_tokens]
+            token for c in chunks for token in tokens_to_feed(slot_of[c.slot])[: c.num_tokens]
         ]  # what each chunk feeds, packed
         device = self._routes.device
         attend = self._cache.attend(chunks)
@@ -242,19 +275,19 @@ class EmbeddedEngine:
             slot.cached_ids.extend(fed[row : row + chunk.num_tokens])
             row += chunk.num_tokens
             slot.last_used = self._clock
-            if not _tokens_to_feed(slot):
+            if not tokens_to_feed(slot):
                 sampling.append(slot)
                 last_rows.append(row - 1)
         if sampling:
             self._sample(sampling, hidden[torch.tensor(last_rows, device=device)])
 
-    def _next_chunks(self, active: Sequence[_Slot]) -> list[Chunk]:
+    def _next_chunks(self, active: Sequence[Slot]) -> list[Chunk]:
         budget = self.max_prefill_tokens
         chunks = []
         for slot in active:
             if slot.request is not None and slot.request.leader is not None:
                 continue
-            start, num_tokens = len(slot.cached_ids), len(_tokens_to_feed(slot))
+            start, num_tokens = len(slot.cached_ids), len(tokens_to_feed(slot))
             if num_tokens > 1 or start == 0:
                 num_tokens = min(num_tokens, budget, MAX_CONTINUING_TOKENS if start else num_tokens)
                 budget -= num_tokens
@@ -262,7 +295,7 @@ class EmbeddedEngine:
                 chunks.append(Chunk(slot=slot.index, start=start, num_tokens=num_tokens))
         return [chunk for kind in split_chunks(chunks) for chunk in kind]
 
-    def _sample(self, slots: Sequence[_Slot], hidden: Tensor) -> None:
+    def _sample(self, slots: Sequence[Slot], hidden: Tensor) -> None:
         requests = [slot.request for slot in slots if slot.request is not None]
         uniforms = torch.tensor(
             [request.uniforms[len(request.sampled_ids)] for request in requests],
@@ -270,49 +303,43 @@ class EmbeddedEngine:
             device=hidden.device,
         )
         logits = hidden @ self.model.lm_head.weight.T
-        token_ids, log_probs = sample(logits, uniforms, temperature=self.temperature)
+        temperatures = [request.temperature for request in requests]
+        temperature = torch.tensor(temperatures, device=logits.device)[:, None] if len(set(temperatures)) > 1 else None
+        token_ids, log_probs = sample(
+            logits, uniforms, temperature=temperatures[0] if temperature is None else temperature
+        )
+        for row, request in enumerate(requests):
+            if request.num_top:
+                top = torch.log_softmax(logits[row].float() / request.temperature, dim=-1).topk(request.num_top)
+                request.tops.append(dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
         self.num_sampled_tokens += len(requests)
         for slot, request, token_id, log_prob in zip(
             slots, requests, token_ids.tolist(), log_probs.tolist(), strict=True
         ):
             request.sampled_ids.append(token_id)
             request.log_probs.append(log_prob)
-            is_stopped = token_id in self.stop_ids
+            request.versions.append(self.policy_version)
+            is_stopped = token_id in request.stop_ids
             if is_stopped or len(request.sampled_ids) == request.max_tokens:
                 self._finish(slot, request, is_stopped=is_stopped)
 
-    def _finish(self, slot: _Slot, request: _Request, *, is_stopped: bool) -> None:
+    def _finish(self, slot: Slot, request: Request, *, is_stopped: bool) -> None:
         slot.request = None
         slot.is_finished = request.sampled_ids[-1] == self.return_id
         # Row i of the cache's routes belongs to input i, which predicted token i + 1.
         num_inputs = len(request.token_ids) + len(request.sampled_ids) - 1
-        routes = self._routes[slot.index, :num_inputs].cpu().numpy().copy()
+        routes = self._routes[slot.index, :num_inputs].clone()
+        if request.routes_before is not None:
+            routes[: len(request.routes_before)] = request.routes_before
+        is_one_version = request.versions[0] == request.versions[-1]
         if not request.future.done():
             request.future.set_result(
                 Action(
                     token_ids=tuple(request.sampled_ids),
                     log_probs=tuple(request.log_probs),
                     is_stopped=is_stopped,
-                    policy_version=self.policy_version,
-                    routes=routes,
+                    policy_version=request.versions[0],
+                    policy_versions=() if is_one_version else tuple(request.versions),
+                    routes=routes.cpu().numpy(),
                 )
             )
-
-
-def _occupy(slot: _Slot, request: _Request) -> None:
-    """Keeps the slot's prefix where the request extends it by at least one token; a ring can't be shortened."""
-    num_cached = len(slot.cached_ids)
-    is_extended = num_cached < len(request.token_ids) and slot.cached_ids == request.token_ids[:num_cached]
-    if slot.episode_id != request.episode_id or not is_extended:
-        slot.cached_ids.clear()
-    slot.episode_id, slot.request, slot.is_finished = request.episode_id, request, False
-
-
-def _tokens_to_feed(slot: _Slot) -> list[int]:
-    """The stream's tokens that are not in the cache yet."""
-    request = slot.request
-    assert request is not None
-    num_cached, num_given = len(slot.cached_ids), len(request.token_ids)
-    if num_cached < num_given:
-        return request.token_ids[num_cached:] + request.sampled_ids
-    return request.sampled_ids[num_cached - num_given :]

@@ -13,7 +13,7 @@ def request_uniforms(seed: int, num_tokens: int) -> NDArray[np.float64]:
 
 
 def sample(
-    logits: Float[Tensor, "B V"], uniforms: Float[Tensor, " B"], *, temperature: float
+    logits: Float[Tensor, "B V"], uniforms: Float[Tensor, " B"], *, temperature: float | Float[Tensor, "B 1"]
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
     """(token ids, their log-probs) by inversion of the cumulative distribution of softmax(logits / temperature).
 

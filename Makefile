@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train test lint clean
+.PHONY: train test test-adapters lint clean
 
 train: $(INSTALLED)
 	$(BIN)/poise train arithmetic_tiny
@@ -17,6 +17,20 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
 
+# Environments of other projects, each with its own idea of common dependencies: apart from .venv, and on top of it.
+ADAPTERS := .venv-adapters
+test-adapters: $(INSTALLED) $(ADAPTERS)/.installed
+	PYTHONPATH=src $(ADAPTERS)/bin/python -m pytest tests/envs/test_real_partners.py
+
+$(ADAPTERS)/.installed: $(INSTALLED) Makefile
+	$(BIN)/python -m venv --clear $(ADAPTERS)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(ADAPTERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
+	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		gem-llm==0.1.0 openenv-core==0.3.0 msgspec==0.23.0 nltk==3.10.4
+	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check fastmcp==4.2.3 fastapi==0.165.0 uvicorn==0.54.0
+	touch $@
+
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "poise needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
@@ -24,4 +38,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(ADAPTERS)

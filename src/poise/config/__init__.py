@@ -6,6 +6,7 @@ Field comments become the help text of the command line: one line each, with the
 from poise.config.algorithm import AlgorithmConfig
 from poise.config.errors import ConfigError, RunError
 from poise.config.model import ModelConfig
+from poise.config.parallel import ParallelConfig
 from poise.config.rollout import RolloutConfig
 from poise.config.task import TaskConfig
 from poise.config.training import OptimizerConfig, RunConfig, WarmStartConfig
@@ -17,6 +18,7 @@ __all__ = [
     "ConfigError",
     "ModelConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "RolloutConfig",
     "RunConfig",
     "RunError",

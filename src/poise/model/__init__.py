@@ -1,8 +1,8 @@
 """The policy network and its checkpoints."""
 
-from poise.model.checkpoint import CheckpointError, load_model, save_model
+from poise.model.checkpoint import CheckpointError, load_model, read_config, read_parts, save_model
 from poise.model.config import GptOssConfig
-from poise.model.gpt_oss import GptOss, packed_attend, top_k_route
+from poise.model.gpt_oss import GptOss, initial_weights, packed_attend, top_k_route
 from poise.model.rope import RopeConfig
 
 __all__ = [
@@ -10,8 +10,11 @@ __all__ = [
     "GptOss",
     "GptOssConfig",
     "RopeConfig",
+    "initial_weights",
     "load_model",
     "packed_attend",
+    "read_config",
+    "read_parts",
     "save_model",
     "top_k_route",
 ]

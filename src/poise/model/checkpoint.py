@@ -4,7 +4,7 @@ import contextlib
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -52,10 +52,29 @@ def load_model(path: str | Path, dtype: torch.dtype = torch.float32, device: str
         _check_tensors(model, shards, folder)
         for name, parameter in list(model.named_parameters()):
             value = torch.empty(parameter.shape, dtype=dtype, device=device)
-            _read_into(value, name, shards)
+            _read_into(value, name, tuple(slice(0, size) for size in value.shape), shards)
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, nn.Parameter(value))
     return model
+
+
+def read_config(path: str | Path) -> GptOssConfig:
+    """The configuration in a checkpoint folder. Raises CheckpointError for one that is missing or unknown."""
+    return _read_config(Path(path))
+
+
+def read_parts(path: str | Path, parts: Iterable[tuple[str, tuple[slice, ...], Tensor]]) -> None:
+    """Fills each ``out`` of (name, slices, out) with that part of the parameter ``name``, and reads nothing else.
+
+    Of MXFP4 one expert's part is unpacked at a time. Checks and raises as ``load_model`` does.
+    """
+    folder = Path(path)
+    with torch.device("meta"):
+        model = GptOss(_read_config(folder))
+    with _Shards(folder) as shards:
+        _check_tensors(model, shards, folder)
+        for name, slices, out in parts:
+            _read_into(out, name, slices, shards)
 
 
 def save_model(
@@ -163,9 +182,6 @@ class _Shards:
         """A lazy tensor: indexing reads."""
         return self._handles[name].get_slice(name)
 
-    def read(self, name: str) -> Tensor:
-        return self._handles[name].get_tensor(name)
-
 
 def _packed_names(name: str) -> tuple[str, str]:
     return f"{name}_blocks", f"{name}_scales"
@@ -200,15 +216,20 @@ def _check_tensors(model: GptOss, shards: _Shards, folder: Path) -> None:
         raise CheckpointError(f"{folder}: {_some(problems, '; ')}")
 
 
-def _read_into(value: Tensor, name: str, shards: _Shards) -> None:
+def _read_into(out: Tensor, name: str, slices: tuple[slice, ...], shards: _Shards) -> None:
+    if out.numel() == 0:  # of a parameter with fewer rows than ranks
+        return
     blocks_name, scales_name = _packed_names(name)
     if blocks_name not in shards.names:
-        value.copy_(shards.read(name))
+        out.copy_(shards.slice(name)[slices])
         return
     blocks, scales = shards.slice(blocks_name), shards.slice(scales_name)
-    for expert in range(len(value)):
-        unpacked = mxfp4.unpack(blocks[expert].to(value.device), scales[expert].to(value.device), value.dtype)
-        value[expert].copy_(unpacked.transpose(0, 1))
+    experts, rows, columns = slices
+    groups = slice(rows.start // mxfp4.BLOCK, -(-rows.stop // mxfp4.BLOCK))
+    inside = slice(rows.start - groups.start * mxfp4.BLOCK, rows.stop - groups.start * mxfp4.BLOCK)
+    for place, expert in enumerate(range(experts.start, experts.stop)):
+        block, scale = (part[expert, columns, groups].to(out.device) for part in (blocks, scales))
+        out[place].copy_(mxfp4.unpack(block, scale, out.dtype)[:, inside].transpose(0, 1))
 
 
 def _some(items: list[str], separator: str = ", ") -> str:

@@ -1,7 +1,7 @@
 """GPT-OSS for one device. Attention and routing are parameters: trainer, engine and replay share this one model."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal
 
@@ -219,30 +219,34 @@ class GptOss(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> "GptOss":
-        """Fills every parameter from ``seed``: the same numbers on every device, rounded to its type.
-
-        Embedding N(0, 0.3^2); head and router N(0, initializer_range^2); other matrices N(0, 1 / fan_in), and those
-        that write to the residual stream divided by sqrt(2 layers); norms 1; biases and sinks 0.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        depth_scale = (2 * self.config.num_layers) ** -0.5
-        for name, parameter in self.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.fill_(1)
-            elif name.endswith(("bias", "sinks")):
-                parameter.zero_()
-            else:
-                std = self._initial_std(name, parameter, depth_scale)
-                values = torch.empty(parameter.shape, dtype=torch.float32).normal_(0, std, generator=generator)
-                parameter.copy_(values)
+        """Fills every parameter with ``initial_weights``: the same numbers on every device, rounded to its type."""
+        for parameter, (_, values) in zip(self.parameters(), initial_weights(self, seed), strict=True):
+            parameter.copy_(values)
         return self
 
-    def _initial_std(self, name: str, parameter: Tensor, depth_scale: float) -> float:
-        if name.endswith("embed_tokens.weight"):
-            return _EMBEDDING_STD
-        if name.endswith(("lm_head.weight", "router.weight")):
-            return self.config.initializer_range
-        # Linear layers are [out, in], expert stacks [E, in, out].
-        fan_in = parameter.shape[1]
-        std = 1 / math.sqrt(fan_in)
-        return std * depth_scale if name.endswith(("o_proj.weight", "down_proj")) else std
+
+def initial_weights(model: GptOss, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """(name, float32 values on the CPU) of each parameter of ``model``, which may be on the meta device.
+
+    Embedding N(0, 0.3^2); head and router N(0, initializer_range^2); other matrices N(0, 1 / fan_in), and those
+    that write to the residual stream divided by sqrt(2 layers); norms 1; biases and sinks 0.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+        if name.endswith("norm.weight"):
+            yield name, values.fill_(1)
+        elif name.endswith(("bias", "sinks")):
+            yield name, values.zero_()
+        else:
+            yield name, values.normal_(0, _initial_std(model.config, name, parameter), generator=generator)
+
+
+def _initial_std(config: GptOssConfig, name: str, parameter: Tensor) -> float:
+    if name.endswith("embed_tokens.weight"):
+        return _EMBEDDING_STD
+    if name.endswith(("lm_head.weight", "router.weight")):
+        return config.initializer_range
+    # Linear layers are [out, in], expert stacks [E, in, out].
+    std = 1 / math.sqrt(parameter.shape[1])
+    return std * (2 * config.num_layers) ** -0.5 if name.endswith(("o_proj.weight", "down_proj")) else std

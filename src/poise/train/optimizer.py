@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from poise.config import OptimizerConfig, RunError, WarmStartConfig
+from poise.parallel import ALONE, Mesh, clip_gradient
 
 Schedule = Callable[[int], float]
 """Steps done -> learning rate of the next step."""
@@ -68,14 +69,21 @@ def steps_done(optimizer: torch.optim.Optimizer) -> int:
 
 
 def update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule, *, max_grad_norm: float, owner: str = "step"
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
+    *,
+    max_grad_norm: float,
+    owner: str = "step",
+    mesh: Mesh = ALONE,
 ) -> tuple[float, float]:
     """Clip, step, forget the gradient; returns (gradient norm before clipping, learning rate).
 
     Raises GradientError, leaving the weights alone, for a norm that is not finite; ``owner`` begins its sentence.
+    ``mesh``: the ranks that ``model`` is split over, all of which must call this.
     """
     learning_rate = schedule(steps_done(optimizer))
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item()
+    norm = clip_gradient(model, max_grad_norm, mesh)
     if not math.isfinite(norm):
         optimizer.zero_grad()
         raise GradientError(

@@ -12,7 +12,7 @@ def replay_route(routes: Int[Tensor, "T layers A"], drifted: list[Tensor] | None
 
     Only the choice is replayed (R3: "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference
     Routers", Ma et al. 2025; R2: Zheng et al. 2025), so the router keeps its gradient and an expert that has fallen out
-    of its top-k still works. ``drifted`` collects, for each layer, how many rows would have chosen other experts.
+    of its top-k still works. ``drifted`` collects, for each layer, which rows would have chosen other experts.
     Raises ValueError for rows or layers that are not those of the forward pass.
     """
 
@@ -22,7 +22,7 @@ def replay_route(routes: Int[Tensor, "T layers A"], drifted: list[Tensor] | None
         expert_ids = routes[:, layer].long()
         if drifted is not None:
             own = router_logits.detach().topk(routes.shape[2], dim=-1).indices
-            drifted.append((own.sort(dim=-1).values != expert_ids.sort(dim=-1).values).any(dim=-1).sum())
+            drifted.append((own.sort(dim=-1).values != expert_ids.sort(dim=-1).values).any(dim=-1))
         return expert_ids, router_logits.gather(1, expert_ids).softmax(dim=-1)
 
     return route

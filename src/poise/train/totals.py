@@ -1,5 +1,7 @@
 """Numbers of one optimizer step, gathered over its micro-batches."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,23 @@ class Totals:
     def raise_(self, **values: Tensor) -> None:
         for name, value in values.items():
             self._extremes[name] = torch.maximum(self._extremes.get(name, value), value)
+
+    def cpu(self) -> "Totals":
+        self._sums = {name: value.cpu() for name, value in self._sums.items()}
+        self._extremes = {name: value.cpu() for name, value in self._extremes.items()}
+        return self
+
+    @classmethod
+    def merged(cls, parts: "Sequence[Totals]") -> "Totals":
+        """Those of several places together; what a place never counted is nothing there."""
+        if len(parts) == 1:
+            return parts[0]
+        whole = cls()
+        for part in parts:
+            whole.add(**part._sums)
+            for name, value in part._extremes.items():
+                (whole.lower if name.endswith("_min") else whole.raise_)(**{name: value})
+        return whole
 
     def per_token(self, num_tokens: int) -> dict[str, float]:
         means = {name: value.item() / num_tokens for name, value in self._sums.items()}

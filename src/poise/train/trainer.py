@@ -13,8 +13,9 @@ from poise.algo.correction import mismatch, rollout_correction
 from poise.algo.losses import aggregation_weights, kl, policy_loss
 from poise.config import AlgorithmConfig, Config, RunError
 from poise.model import GptOss, packed_attend, top_k_route
-from poise.model.gpt_oss import Route
+from poise.model.gpt_oss import Attend, Route
 from poise.ops.log_probs import token_log_probs
+from poise.parallel import ALONE, Mesh, frozen_copy, padded_borders, rows_of_rank, ulysses, whole_rows
 from poise.train.optimizer import Schedule, adamw, steps_done, update, warmup_schedule
 from poise.train.replay import recording_route, replay_route
 from poise.train.totals import Totals, correction_means
@@ -34,13 +35,26 @@ class Trainer:
 
     ``schedule`` defaults to ``warmup_schedule(config.optimizer)``. All there is to save is the model and
     ``optimizer``: the number of steps done lives in its ``state_dict`` too.
+
+    ``mesh``: the ranks that share the work. Each of them calls the same methods with the same batches, all of a step;
+    within, a micro-batch is computed at one place of the mesh, and what comes of it is known to all.
+    ``attend``: from ``cu_seqlens`` to the attention that the model is given.
     """
 
-    def __init__(self, model: GptOss, config: Config, *, schedule: Schedule | None = None) -> None:
+    def __init__(
+        self,
+        model: GptOss,
+        config: Config,
+        *,
+        schedule: Schedule | None = None,
+        mesh: Mesh = ALONE,
+        attend: Callable[[Tensor], Attend] = packed_attend,
+    ) -> None:
         self.model = model
         self.config = config
+        self.mesh, self.attend = mesh, attend
         self.schedule = schedule or warmup_schedule(config.optimizer)
-        self.device = model.lm_head.weight.device
+        self.device = mesh.device or model.lm_head.weight.device
         self.optimizer = adamw(model, config.optimizer, self.device)
 
     @property
@@ -52,7 +66,7 @@ class Trainer:
         """A frozen copy of the policy as it is now; None where ``kl_weight`` is 0 and nobody would read it."""
         if self.config.algorithm.kl_weight == 0:
             return None
-        return deepcopy(self.model).eval().requires_grad_(False)
+        return frozen_copy(self.model, self.mesh)
 
     def log_probs(
         self,
@@ -66,17 +80,23 @@ class Trainer:
 
         The policy is softmax(logits / temperature), by default with the temperature of the rollouts. ``model``: whose;
         by default the policy's. ``route``: by default the router's top-k. Only rows in the mask go through the
-        vocabulary.
+        vocabulary. On a mesh: of all rows, on each of the ranks that share them; ``route`` sees this rank's rows.
         """
         model = self.model if model is None else model
         temperature = self.config.rollout.temperature if temperature is None else temperature
         batch = self._to_device(batch)
         route = route or top_k_route(model.config.experts_per_token)
-        attend, how = packed_attend(batch.cu_seqlens), self.config.run.recompute
-        hidden = model(batch.input_ids, batch.position_ids, attend, route, recompute=how)
-        mask = batch.response_mask
-        values = token_log_probs(hidden[mask], model.lm_head.weight, batch.target_ids[mask], temperature=temperature)
-        log_probs, entropy = (hidden.new_zeros(len(mask), dtype=v.dtype).masked_scatter(mask, v) for v in values)
+        num_rows, mesh, how = len(batch.input_ids), self.mesh, self.config.run.recompute
+        attend = ulysses(self.attend(padded_borders(batch.cu_seqlens, num_rows, mesh)), mesh)
+        input_ids, position_ids, target_ids, mask = (
+            rows_of_rank(x, mesh) for x in (batch.input_ids, batch.position_ids, batch.target_ids, batch.response_mask)
+        )
+        hidden = model(input_ids, position_ids, attend, route, recompute=how)
+        values = token_log_probs(hidden[mask], model.lm_head.weight, target_ids[mask], temperature=temperature)
+        log_probs, entropy = (
+            whole_rows(hidden.new_zeros(len(mask), dtype=v.dtype).masked_scatter(mask, v), num_rows, mesh)
+            for v in values
+        )
         return log_probs, entropy
 
     @torch.no_grad()
@@ -88,7 +108,7 @@ class Trainer:
         """
         dtype = self.config.algorithm.recompute_old_log_probs
         model = self.model if dtype == "none" else deepcopy(self.model).to(getattr(torch, dtype))
-        return [self._with_old_log_probs(batch, model) for batch in batches]
+        return self._map(lambda batch: self._with_old_log_probs(batch, model), batches)
 
     def _with_old_log_probs(self, batch: Batch, model: GptOss) -> Batch:
         if self.config.algorithm.replay_routes != "trainer":
@@ -96,14 +116,16 @@ class Trainer:
         recorded: list[Tensor] = []
         route = recording_route(top_k_route(model.config.experts_per_token), recorded)
         old_log_probs = self._log_probs_on(batch, model, route)
-        return replace(
-            batch, old_log_probs=old_log_probs, routes=torch.stack(recorded, dim=1).to(batch.input_ids.device)
-        )
+        routes = whole_rows(torch.stack(recorded, dim=1), len(batch.input_ids), self.mesh)
+        return replace(batch, old_log_probs=old_log_probs, routes=routes.to(batch.input_ids.device))
 
     @torch.no_grad()
     def with_ref_log_probs(self, batches: Sequence[Batch], reference: GptOss) -> list[Batch]:
         """Batches that know the frozen reference."""
-        return [replace(batch, ref_log_probs=self._log_probs_on(batch, reference)) for batch in batches]
+        return self._map(lambda b: replace(b, ref_log_probs=self._log_probs_on(b, reference)), batches)
+
+    def _map(self, function: Callable[[Batch], Batch], batches: Sequence[Batch]) -> list[Batch]:
+        return self.mesh.map(function, batches, _inert(batches[0])) if batches else []
 
     def step(
         self,
@@ -133,10 +155,14 @@ class Trainer:
         mean_weight = self._mean_weight(batches) if algorithm.normalize_correction else 1.0
         totals = Totals()
         for batch in self._with_response(batches):
+            if not batch.num_response_tokens:
+                self._keep_pace(batch)
+                continue
             loss = self._loss(batch, mean_weight, totals)
             (loss / normalizer).backward()
             totals.add(loss=loss * (num_tokens / normalizer))
             on_batch(len(batch.input_ids))
+        totals = Totals.merged(self.mesh.gather(totals.cpu()))
         means = correction_means(totals.per_token(num_tokens))
         # Not `mean > bound`: a NaN must not pass.
         if max_mismatch is not None and not means["mismatch_mean"] <= max_mismatch:
@@ -160,7 +186,8 @@ class Trainer:
         drifted: list[Tensor] = []
         log_probs, entropy = self.log_probs(batch, route=self._route(batch, drifted))
         if drifted:
-            share = torch.stack(drifted).sum() / (len(mask) * len(drifted))
+            whole = whole_rows(torch.stack(drifted, dim=1), len(mask), self.mesh)
+            share = whole.sum() / whole.numel()
             totals.add(route_drift=share * mask.sum())
         old_log_probs = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         shares, _ = self._aggregation_weights(batch)
@@ -203,7 +230,7 @@ class Trainer:
             return top_k_route(self.model.config.experts_per_token)
         if batch.routes is None:
             raise ValueError(f'algorithm.replay_routes is "{source}" but a batch has no routes')
-        return replay_route(batch.routes.to(self.device), drifted)
+        return replay_route(rows_of_rank(batch.routes.to(self.device), self.mesh), drifted)
 
     def _aggregation_weights(self, batch: Batch) -> tuple[Tensor, int]:
         return aggregation_weights(
@@ -216,8 +243,8 @@ class Trainer:
     def _mean_weight(self, batches: Sequence[Batch]) -> float:
         """Mean weight of rollout correction over the response tokens of the whole step."""
         total = 0.0
-        for batch in batches:
-            known = batch if batch.old_log_probs is not None else self.with_old_log_probs([batch])[0]
+        is_known = all(batch.old_log_probs is not None for batch in batches)
+        for known in batches if is_known else self.with_old_log_probs(batches):
             assert known.old_log_probs is not None
             total += _rollout_correction(known, known.old_log_probs, self.config.algorithm)[0].double().sum().item()
         # 0 only where every token is masked, which the step itself refuses.
@@ -232,20 +259,32 @@ class Trainer:
         num_tokens = _num_response_tokens(batches)
         totals = Totals()
         for batch in self._with_response(batches):
+            if not batch.num_response_tokens:
+                self._keep_pace(batch)
+                continue
             log_probs, entropy = self.log_probs(batch, temperature=1.0)
             loss = -log_probs.sum()
             (loss / num_tokens).backward()
             totals.add(loss=loss, entropy=entropy.sum())
+        totals = Totals.merged(self.mesh.gather(totals.cpu()))
         return totals.per_token(num_tokens) | self._update() | _throughput(batches, num_tokens, started)
 
     def _update(self) -> dict[str, float]:
         limit = self.config.optimizer.max_grad_norm
-        norm, learning_rate = update(self.model, self.optimizer, self.schedule, max_grad_norm=limit)
+        norm, learning_rate = update(self.model, self.optimizer, self.schedule, max_grad_norm=limit, mesh=self.mesh)
         return {"grad_norm": norm, "learning_rate": learning_rate}
 
     def _with_response(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Those that can change anything, one at a time on the model's device."""
-        return (self._to_device(batch) for batch in batches if batch.num_response_tokens)
+        """Those of this rank that can change anything, one at a time on the model's device.
+
+        And, where other ranks have one more, one without a response token.
+        """
+        mine = self.mesh.share([b for b in batches if b.num_response_tokens], _inert(batches[0]))
+        return (self._to_device(batch) for batch in mine)
+
+    def _keep_pace(self, batch: Batch) -> None:
+        """Forward and backward of nothing, which other ranks wait for: they gather parameters together."""
+        self.log_probs(batch)[0].sum().backward()
 
     def _log_probs_on(self, batch: Batch, model: GptOss, route: Route | None = None) -> Tensor:
         log_probs, _ = self.log_probs(batch, model=model, route=route)
@@ -254,6 +293,13 @@ class Trainer:
     def _to_device(self, batch: Batch) -> Batch:
         tensors = {name: value.to(self.device) for name, value in vars(batch).items() if value is not None}
         return replace(batch, **tensors)
+
+
+def _inert(batch: Batch) -> Batch:
+    """The first row of ``batch`` without its response: a micro-batch that changes nothing."""
+    row = {name: value[:1] for name, value in vars(batch).items() if value is not None}
+    borders = batch.cu_seqlens.new_tensor([0, 1])
+    return replace(batch, **row | {"cu_seqlens": borders, "response_mask": torch.zeros_like(row["response_mask"])})
 
 
 def _rollout_correction(

@@ -1,0 +1,38 @@
+"""One model on many ranks: sharded parameters, sequences and experts over PyTorch's own collectives."""
+
+from poise.parallel.experts import ShardedExperts
+from poise.parallel.fsdp import (
+    clip_gradient,
+    empty_model,
+    frozen_copy,
+    full_tensor,
+    full_tensors,
+    held_part,
+    local_part,
+)
+from poise.parallel.loading import fill_part, init_parts, load_parts, peak_host_bytes
+from poise.parallel.mesh import ALONE, Mesh, degrees_of, make_mesh
+from poise.parallel.ulysses import padded_borders, rows_of_rank, ulysses, whole_rows
+
+__all__ = [
+    "ALONE",
+    "Mesh",
+    "ShardedExperts",
+    "clip_gradient",
+    "degrees_of",
+    "empty_model",
+    "fill_part",
+    "frozen_copy",
+    "full_tensor",
+    "full_tensors",
+    "held_part",
+    "init_parts",
+    "load_parts",
+    "local_part",
+    "make_mesh",
+    "padded_borders",
+    "peak_host_bytes",
+    "rows_of_rank",
+    "ulysses",
+    "whole_rows",
+]

@@ -1,0 +1,46 @@
+"""Weights into a model that is split over a mesh, without a whole model on any rank."""
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from poise.model import GptOss, initial_weights, read_parts
+from poise.parallel.fsdp import held_part, local_part
+from poise.parallel.mesh import Mesh
+
+
+@torch.no_grad()
+def load_parts(model: GptOss, folder: str | Path, mesh: Mesh) -> None:
+    """Fills ``model`` from a Hugging Face folder: each rank reads its slices of the safetensors files, and MXFP4 is
+    unpacked expert by expert. Raises CheckpointError as ``poise.model.load_model`` does."""
+    read_parts(
+        folder,
+        (
+            (name, held_part(name, parameter, mesh).slices, local_part(parameter))
+            for name, parameter in model.named_parameters()
+        ),
+    )
+
+
+@torch.no_grad()
+def init_parts(model: GptOss, seed: int, mesh: Mesh) -> None:
+    """Fills ``model`` with the numbers that ``GptOss.init_weights(seed)`` gives one device, a tensor at a time."""
+    with torch.device("meta"):
+        whole = GptOss(model.config)
+    for (name, values), parameter in zip(initial_weights(whole, seed), model.parameters(), strict=True):
+        fill_part(name, parameter, values, mesh)
+
+
+@torch.no_grad()
+def fill_part(name: str, parameter: Tensor, whole: Tensor, mesh: Mesh) -> None:
+    """This rank's part of ``whole`` into a parameter, or a moment of the parameter ``name``."""
+    local_part(parameter).copy_(whole[held_part(name, parameter, mesh).slices])
+
+
+def peak_host_bytes() -> int:
+    """The most memory that this process has held."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

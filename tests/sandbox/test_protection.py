@@ -1,7 +1,6 @@
 """The weaker walls: what holds when the kernel refuses namespaces, and when the user is not root."""
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -82,14 +81,14 @@ def test_without_namespaces(without_namespaces, tmp_path):
         server.settimeout(0.1)
         with pytest.raises(TimeoutError):
             server.accept()
-    assert lines[0].startswith("no namespaces (")
+    assert lines[0].startswith("landlock, ")
     assert lines[1:5] == ["357", "'abc'", "PermissionError: [Errno 1] Operation not permitted", lines[4]]
     assert "PermissionError" in lines[4]
     assert lines[5] == "PermissionError: [Errno 1] Operation not permitted"
-    if "Landlock" in lines[0]:
-        assert lines[6] == f"PermissionError: [Errno 13] Permission denied: '{secret}'"
-        assert lines[7] == f"PermissionError: [Errno 13] Permission denied: '{tmp_path / 'new'}'"
-    assert lines[8:] == ["thread", "[timed out after 2 s]", "[killed by SIGKILL]"]
+    assert lines[6] == f"PermissionError: [Errno 13] Permission denied: '{secret}'"
+    assert lines[7] == f"PermissionError: [Errno 13] Permission denied: '{tmp_path / 'new'}'"
+    assert lines[8] == ("RuntimeError: can't start new thread" if "no threads" in lines[0] else "thread")
+    assert lines[8:] == [lines[8], "[timed out after 2 s]", "[killed by SIGKILL]"]
 
 
 def test_as_an_ordinary_user(as_user, open_dir):
@@ -98,15 +97,14 @@ def test_as_an_ordinary_user(as_user, open_dir):
     lines = sandboxed(
         as_user,
         "import os; print(os.getpid(), os.getuid() == 1234)",
-        "import os, time\nn = 0\ntry:\n    while True:\n        if os.fork() == 0: time.sleep(9)\n        n += 1\n"
-        "except BlockingIOError: print(n)",
+        "import os; os.fork()",
         f"open({str(secret)!r}).read()",
         "import ctypes; c = ctypes.CDLL(None, use_errno=True); (c.unshare(0x10000000), ctypes.get_errno())",
         tmpdir=open_dir,
     )
-    assert lines[0].startswith("namespaces: ")
+    assert not lines[0].startswith("landlock")
     assert lines[1] == "1 False"  # process 1 of its own namespace, not the user who trains
-    assert lines[2] == "15"  # children beside the snippet itself, of 16 processes
+    assert lines[2] == "PermissionError: [Errno 1] Operation not permitted"
     assert lines[3] == f"FileNotFoundError: [Errno 2] No such file or directory: '{secret}'"
     assert lines[4] == "(-1, 1)"  # EPERM
 
@@ -130,22 +128,3 @@ def test_what_the_user_may_write_the_snippet_may_not(as_user, open_dir):
         "3",
         f"OSError: [Errno 30] Read-only file system: '{packages / 'by_the_snippet'}'",
     ], done.stderr
-
-
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
-def test_bubblewrap(tmp_path):
-    script = (
-        "from poise.sandbox import runner\n"
-        "import shutil, asyncio\n"
-        "server = runner._Server('plain', '', [shutil.which('bwrap'), *runner._bubblewrap_arguments()])\n"
-        "server.walls |= {'base': None, 'bubblewrap': True}\n"
-        "runner._SERVERS['']._server = server\n"
-        "print(runner.protection())\n"
-        "for code in ('1 + 1', \"open('/etc/passwd')\"):\n"
-        "    print(asyncio.run(runner.run_python(code)).text.splitlines()[-1])\n"
-        "server.close()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("bubblewrap: ")
-    assert lines[1:] == ["2", "FileNotFoundError: [Errno 2] No such file or directory: '/etc/passwd'"]

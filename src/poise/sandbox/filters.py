@@ -10,38 +10,30 @@ import os
 import struct
 from collections.abc import Iterable
 
+from poise.sandbox.syscalls import (
+    ALLOWED,
+    ALLOWED_IN_JAIL,
+    CLONE,
+    CLONE_CONDITIONS,
+    CONDITIONAL,
+    FIRST_NEW,
+    SIGNALS,
+    Conditions,
+    Numbers,
+)
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_GET_SECCOMP, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 21, 22, 2
-_LOAD, _EQUAL, _ANY_BIT, _AT_LEAST, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06  # classic BPF
-_NUMBER, _ARCH, _ARGUMENT0 = 0, 4, 16  # offsets in struct seccomp_data
+_LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06  # classic BPF
+_NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 _ALLOW, _FAIL = 0x7FFF0000, 0x00050000
-_NEW_NAMESPACES = 0x7E020080  # every CLONE_NEW* flag
 _X32 = 0x40000000
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _MACHINE = os.uname().machine
-# Never needed by a snippet, and the ways by which such walls were broken in the past: (x86_64, aarch64).
-_DENIED = {
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
-    "chroot": (161, 51), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-    "bpf": (321, 280), "perf_event_open": (298, 241), "add_key": (248, 217), "request_key": (249, 218),
-    "keyctl": (250, 219), "userfaultfd": (323, 282), "open_by_handle_at": (304, 265), "init_module": (175, 105),
-    "finit_module": (313, 273), "kexec_load": (246, 104), "reboot": (169, 142), "swapon": (167, 224),
-    "io_uring_setup": (425, 425), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
-}  # fmt: skip
-# Without namespaces also: what makes processes, what reaches the network and other processes (0x3FFF: no such call).
-_DENIED_OUTSIDE = {
-    "fork": (57, 0x3FFF), "vfork": (58, 0x3FFF), "socket": (41, 198), "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240), "tkill": (200, 130), "pidfd_send_signal": (424, 424), "pidfd_getfd": (438, 438),
-    "prlimit64": (302, 261), "setpriority": (141, 140), "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119),
-}  # fmt: skip
-_SIGNALS = {"kill": (62, 129), "tgkill": (234, 131)}  # allowed to the snippet itself
-_CLONE, _CLONE3 = (56, 220), (435, 435)
-_CLONE_THREAD = 0x10000
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _READ = 0b1101  # execute, read a file, list a directory
+_LIST = 0b1000
 _ON_FILES = 0b1100000000000111  # the rights that a single file can have
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of rights by version of the interface; later ones as 5
 
@@ -59,57 +51,80 @@ def landlock_version() -> int:
     return max(0, int(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)))
 
 
-def filter_system_calls(*, in_namespace: bool) -> None:
-    """From here on, dangerous system calls of this process and its children fail with EPERM. Needs no_new_privs."""
-    program = filter_program(in_namespace=in_namespace, pid=0 if in_namespace else os.getpid())
+def filter_system_calls(*, is_jailed: bool, allows_threads: bool) -> None:
+    """From here on, this process makes only the system calls of ``syscalls``. Needs no_new_privs."""
+    program = filter_program(_MACHINE, pid=os.getpid(), is_jailed=is_jailed, allows_threads=allows_threads)
     instructions = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HP", len(program) // 8, ctypes.addressof(instructions))
     _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, header, 0, 0), "prctl(PR_SET_SECCOMP)")
 
 
-@functools.cache
-def filter_program(*, in_namespace: bool, pid: int) -> bytes:
-    """The filter as classic BPF. ``pid``: the only process that may get signals, where it isn't in a namespace."""
-    column = list(_AUDIT_ARCH).index(_MACHINE)
-    denied = _DENIED if in_namespace else _DENIED | _DENIED_OUTSIDE
+def filter_program(machine: str, *, pid: int, is_jailed: bool, allows_threads: bool) -> bytes:
+    """The filter as classic BPF. ``pid``: the only process that may get signals."""
+    column = list(_AUDIT_ARCH).index(machine)
     program = [
         (_LOAD, 0, 0, _ARCH),
-        (_EQUAL, 1, 0, _AUDIT_ARCH[_MACHINE]),
-        (_RETURN, 0, 0, _FAIL | errno.EPERM),
+        (_EQUAL, 1, 0, _AUDIT_ARCH[machine]),
+        (_RETURN, 0, 0, _FAIL | errno.EPERM),  # 32-bit calls
         (_LOAD, 0, 0, _NUMBER),
+    ]
+    for numbers in SIGNALS.values():
+        program += _conditional(numbers[column], ((0, 0xFFFFFFFF, (pid,)),))
+    return _packed(program) + _fixed_part(machine, is_jailed=is_jailed, allows_threads=allows_threads)
+
+
+@functools.cache
+def _fixed_part(machine: str, *, is_jailed: bool, allows_threads: bool) -> bytes:
+    column = list(_AUDIT_ARCH).index(machine)
+    program: list[tuple[int, int, int, int]] = []
+    for numbers, conditions in CONDITIONAL.values():
+        program += _conditional(numbers[column], conditions)
+    if allows_threads:
+        program += _conditional(CLONE[column], CLONE_CONDITIONS)
+    allowed: dict[str, Numbers] = ALLOWED | (ALLOWED_IN_JAIL if is_jailed else {})
+    for numbers in allowed.values():
+        number = numbers[column]
+        if number is not None:
+            program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
+    program += [
+        (_AT_LEAST, 1, 0, FIRST_NEW),
+        (_RETURN, 0, 0, _FAIL | errno.EPERM),
         (_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _FAIL | errno.EPERM),
-        (_EQUAL, 0, 1, _CLONE3[column]),
-        (_RETURN, 0, 0, _FAIL | errno.ENOSYS),  # its flags are out of a filter's sight; the C library then uses clone
+        # clone3 among them: its flags are out of a filter's sight, and the C library then uses clone.
+        (_RETURN, 0, 0, _FAIL | errno.ENOSYS),
     ]
-    # Where the first argument decides: (number, test, its value, instructions skipped if it holds, and if not).
-    tests = [(_CLONE[column], _ANY_BIT, _NEW_NAMESPACES, 0, 1)]
-    if not in_namespace:
-        tests.append((_CLONE[column], _ANY_BIT, _CLONE_THREAD, 1, 0))
-        tests += [(numbers[column], _EQUAL, pid, 1, 0) for numbers in _SIGNALS.values()]
-    for number, test, value, if_true, if_false in tests:
-        program += [
-            (_EQUAL, 0, 4, number),
-            (_LOAD, 0, 0, _ARGUMENT0),
-            (test, if_true, if_false, value),
-            (_RETURN, 0, 0, _FAIL | errno.EPERM),
-            (_LOAD, 0, 0, _NUMBER),
-        ]
-    for numbers in denied.values():
-        program += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _FAIL | errno.EPERM)]
-    program.append((_RETURN, 0, 0, _ALLOW))
+    return _packed(program)
+
+
+def _conditional(number: int | None, conditions: Conditions) -> list[tuple[int, int, int, int]]:
+    """Allows ``number`` where all ``conditions`` hold, refuses it where not, lets other calls pass on."""
+    if number is None:
+        return []
+    block = []
+    for half, mask, values in conditions:
+        block += [(_LOAD, 0, 0, _ARGUMENTS + 4 * half), (_AND, 0, 0, mask)]
+        block += [(_EQUAL, len(values) - k, 0, value) for k, value in enumerate(values)]
+        block.append((_RETURN, 0, 0, _FAIL | errno.EPERM))
+    return [(_EQUAL, 0, len(block) + 1, number), *block, (_RETURN, 0, 0, _ALLOW)]
+
+
+def _packed(program: Iterable[tuple[int, int, int, int]]) -> bytes:
     return b"".join(struct.pack("HBBI", *line) for line in program)
 
 
-def hide_files(*, readable: Iterable[str], writable: Iterable[str]) -> None:
-    """From here on, this process opens nothing but these paths and what is below them. Needs no_new_privs."""
+def hide_files(*, readable: Iterable[str], listable: Iterable[str], writable: Iterable[str]) -> None:
+    """From here on, this process opens nothing but these paths and what is below them. Needs no_new_privs.
+
+    ``listable``: folders whose names, and those of the folders inside, may be read, but no files.
+    """
     version = landlock_version()
     rights = (1 << _FILE_RIGHTS.get(version, 16)) - 1
     # Rights on files; TCP bind and connect (version 4); abstract sockets and signals to processes outside (version 6).
     attributes = struct.pack("QQQ", rights, 3, 3)[: 8 if version < 4 else 16 if version < 6 else 24]
     ruleset = _libc.syscall(_LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0)
     _check(ruleset, "landlock_create_ruleset")
-    for paths, allowed in ((readable, _READ), (writable, rights)):
+    for paths, allowed in ((readable, _READ), (listable, _LIST), (writable, rights)):
         for path in paths:
             if not os.path.exists(path):
                 continue

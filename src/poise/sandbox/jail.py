@@ -4,12 +4,13 @@ Linux system calls through ctypes, no dependency. Runs inside the fork server on
 """
 
 import ctypes
-import math
+import mmap
 import os
 import resource
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 WORK = "/snippet"  # the snippet's own empty directory, inside the private root
 
@@ -18,10 +19,11 @@ _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x4000000
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _MNT_DETACH = 2
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/dev/null", "/dev/zero", "/dev/urandom")
-_NOBODY = 65534
+_CAPABILITY_VERSION = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
+_CAP_CHOWN, _CAP_KILL, _CAP_SETGID, _CAP_SETUID = 0, 5, 6, 7
+MAX_FILES = 64  # open at once
 _FIRST_SPARE_UID = 2_000_000_000  # far from real users; one for each snippet, so that process limits count per snippet
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -55,76 +57,94 @@ def enter_namespaces(readable: Sequence[str]) -> None:
     _build_root(readable)
 
 
-def isolate_call() -> None:
-    """Gives the next child its own process, mount and IPC namespaces: it sees no other snippet, leaves nothing."""
-    _unshare(_CLONE_NEWPID | _CLONE_NEWNS | _CLONE_NEWIPC)
+def next_child_in_new_namespace() -> None:
+    """The next child becomes process 1 of its own process namespace: there it can name nobody else."""
+    _unshare(_CLONE_NEWPID)
 
 
-def mount_work_dir(size_mib: int, uid: int) -> None:
-    """An empty memory-backed ``WORK`` of at most ``size_mib``, gone with the caller's mount namespace."""
-    _mount("tmpfs", WORK, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size_mib}m,nr_inodes=4096,mode=700,uid={uid}")
+def next_child_in(namespace: int) -> None:
+    """Takes ``next_child_in_new_namespace`` back. ``namespace``: a process descriptor of the caller."""
+    _check(_libc.setns(namespace, _CLONE_NEWPID), "setns")
 
 
-def snippet_uid() -> int:
-    """The user a snippet runs as: a spare one where this process is root, else its own."""
-    return _FIRST_SPARE_UID + int.from_bytes(os.urandom(3), "big") if os.geteuid() == 0 else os.geteuid()
+def mount_work_dir(size_mib: int) -> None:
+    """An empty memory-backed ``WORK`` of at most ``size_mib``, in a mount namespace of the caller's own."""
+    _unshare(_CLONE_NEWNS)
+    _mount("tmpfs", WORK, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size_mib}m,nr_inodes=4096,mode=777")
 
 
-def limit_resources(*, cpu_s: float, memory_mib: int, file_mib: int, num_processes: int) -> list[str]:
-    """Sets the limits of the calling process and its children; names those that this system does not have."""
-    cpu = math.ceil(cpu_s)  # the kernel counts whole seconds, and kills process 1 of a namespace only at the hard limit
-    wanted = [
-        ("RLIMIT_CPU", cpu, cpu),
-        ("RLIMIT_AS", memory_mib << 20, memory_mib << 20),
-        ("RLIMIT_FSIZE", file_mib << 20, file_mib << 20),
-        ("RLIMIT_NPROC", num_processes, num_processes),
-        ("RLIMIT_NOFILE", 64, 64),
-        ("RLIMIT_CORE", 0, 0),
-    ]
-    missing = []
-    for name, soft, hard in wanted:
-        try:
-            resource.setrlimit(getattr(resource, name), (soft, hard))
-        except (AttributeError, ValueError, OSError):
-            missing.append(name)
-    return missing
+def spare_uid() -> int:
+    """A user that nothing else on this machine runs as."""
+    return _FIRST_SPARE_UID + int.from_bytes(os.urandom(3), "big")
 
 
-def drop_rights(uid: int) -> None:
-    """Becomes ``uid`` without capabilities or a way to gain any. A new user namespace where no root rights exist."""
-    if os.geteuid() == 0:
+def can_switch_user(readable: Sequence[str]) -> bool:
+    """Whether an interpreter can run as a spare user and still reach ``readable`` (without a private root)."""
+    if os.geteuid() != 0 or not _has_capabilities(_CAP_CHOWN, _CAP_SETGID, _CAP_SETUID, _CAP_KILL):
+        return False
+    folders = {str(parent) for path in readable for parent in Path(path).parents}
+    return all(os.stat(folder).st_mode & 0o001 for folder in folders if os.path.isdir(folder))
+
+
+def limit_resources(*, memory_mib: int, file_mib: int, num_tasks: int | None) -> None:
+    """Sets the limits of the calling process. ``num_tasks``: of its user, None for no limit."""
+    wanted = {
+        "RLIMIT_AS": memory_mib << 20,
+        "RLIMIT_FSIZE": file_mib << 20,
+        "RLIMIT_NPROC": num_tasks,
+        "RLIMIT_NOFILE": MAX_FILES,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_MEMLOCK": 0,
+        "RLIMIT_MSGQUEUE": 0,
+    }
+    for name, value in wanted.items():
+        if value is None or (sys.platform != "linux" and name in ("RLIMIT_AS", "RLIMIT_MSGQUEUE")):
+            continue  # other systems have neither limit
+        resource.setrlimit(getattr(resource, name), (value, value))
+
+
+def drop_rights(uid: int | None, *, is_jailed: bool) -> None:
+    """Becomes ``uid``, without capabilities or a way to gain any.
+
+    ``uid`` None: the user stays; in a jail that means a user namespace without any user mapped, which also counts its
+    processes apart.
+    """
+    if uid is not None:
         os.setgroups([])
-        try:
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
-        except OSError:  # a container that maps few users
-            os.setresgid(_NOBODY, _NOBODY, _NOBODY)
-            os.setresuid(_NOBODY, _NOBODY, _NOBODY)
-    else:
-        _unshare(_CLONE_NEWUSER)  # its own count of processes; a limit set before would count the server's as well
-        _drop_capabilities()
-    forbid_new_rights()
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    elif is_jailed:
+        _unshare(_CLONE_NEWUSER)
+    _drop_capabilities()
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+    _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
     die_with_parent()
 
 
-def forbid_new_rights() -> None:
-    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
+def mapped_mib() -> int:
+    """Address space of the calling process, rounded up. Needs no /proc: finds the limit below which nothing maps."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    low, high = 0, 1 << 20
+    while low < high:
+        middle = (low + high) // 2
+        resource.setrlimit(resource.RLIMIT_AS, (middle << 20, hard))
+        try:
+            mmap.mmap(-1, mmap.PAGESIZE).close()
+            high = middle
+        except OSError:
+            low = middle + 1
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    return low
 
 
 def die_with_parent() -> None:
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
-def readable_paths(extra: Sequence[str]) -> list[str]:
-    """What a snippet needs to see: standard library, shared libraries of the system, three devices, and ``extra``."""
-    library = os.path.dirname(os.path.dirname(os.__file__))
-    return sorted({library, os.path.realpath(sys.executable), *_loaded_libraries(), *extra, *_SYSTEM_PATHS})
-
-
 def _build_root(readable: Sequence[str]) -> None:
     """A new root that holds ``readable``, read-only, and nothing else."""
     sources = {path: os.path.realpath(path) for path in readable}
-    links = {path: os.readlink(path) for path in _SYSTEM_PATHS if os.path.islink(path)}
+    links = {path: os.readlink(path) for path in readable if os.path.islink(path) and path.startswith("/lib")}
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
     os.mkdir("/tmp/old")
@@ -160,13 +180,15 @@ def _show(path: str, old: str) -> None:
     _mount(None, path, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | nodev | locked)
 
 
-def _loaded_libraries() -> list[str]:
-    with open("/proc/self/maps") as maps:
-        return sorted({line.split(None, 5)[5].strip() for line in maps if ".so" in line})
+def _has_capabilities(*numbers: int) -> bool:
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then the same for the numbers above 31
+    _check(_libc.capget(header, sets), "capget")
+    return all(sets[0] & 1 << number for number in numbers)
 
 
 def _drop_capabilities() -> None:
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)  # this process
     _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
 

@@ -1,0 +1,102 @@
+"""Interpreters as the supervisor sees them: forked by the zygote, signalled and ended by it."""
+
+import array
+import json
+import os
+import random
+import socket
+import tempfile
+import time
+from typing import Any
+
+from poise.sandbox import jail, workdirs
+from poise.sandbox.kept import Kept
+from poise.sandbox.wire import Wire
+from poise.sandbox.zygote import MAX_MESSAGE, Walls
+
+
+class Interpreter:
+    """One forked interpreter and the cell it runs."""
+
+    def __init__(self, pid: int, control: Wire, output: int, limits: dict[str, Any], work_dir: str | None) -> None:
+        self.pid, self.control, self.output = pid, control, output
+        self.limits, self.work_dir = limits, work_dir
+        self.kept = Kept(limits["num_output_bytes"])
+        self.is_ready = self.is_idle = False
+        self.problem = b""  # what went wrong before it was ready
+        self.cell: dict[str, Any] | None = None
+        self.stopped = ""  # why the cell was stopped
+        self.started = self.deadline = self.cpu_at_start = self.cpu_seen = 0.0
+
+    def cpu_s(self) -> float:
+        """CPU seconds of all its threads so far."""
+        try:
+            return time.clock_gettime((~self.pid << 3) | 2)  # the kernel's clock of a process
+        except OSError:
+            return self.cpu_seen
+
+
+class Forks:
+    """Makes and ends interpreters. ``commands``: the zygote's socket; ``base``: for working directories on disk."""
+
+    def __init__(self, commands: socket.socket, walls: Walls, base: str | None) -> None:
+        self.commands, self.walls, self.base = commands, walls, base
+        self.switches_user = walls.mode != "none" and os.geteuid() == 0
+        self.allows_threads = True
+        if walls.mode == "landlock" and os.geteuid() == 0:
+            self.switches_user = jail.can_switch_user([*walls.readable, *walls.listable])
+            self.allows_threads = self.switches_user  # the kernel does not limit the number of root's threads
+        if base is not None and self.switches_user:
+            os.chmod(base, 0o711)
+
+    def make(self, limits: dict[str, Any], seed: int | None) -> Interpreter:
+        """Raises ``OSError`` where the kernel refuses."""
+        uid = jail.spare_uid() if self.switches_user else None
+        work_dir = None
+        if self.base is not None:
+            work_dir = tempfile.mkdtemp(dir=self.base)
+            if uid is not None:
+                os.chown(work_dir, uid, uid)
+        ours, theirs = socket.socketpair()
+        output, output_end = os.pipe()
+        request = {
+            "work_dir": work_dir,
+            "uid": uid,
+            "seed": random.SystemRandom().getrandbits(63) if seed is None else seed,
+            "memory_mib": limits["memory_mib"],
+            "file_mib": limits["file_mib"],
+            "num_tasks": self._task_limit(limits["num_threads"], uid),
+            "allows_threads": self.allows_threads,
+        }
+        answer = self._ask(request, theirs.fileno(), output_end)
+        theirs.close()
+        os.close(output_end)
+        if answer["error"] is not None:
+            ours.close()
+            os.close(output)
+            raise OSError(answer["error"])
+        os.set_blocking(output, False)
+        return Interpreter(answer["pid"], Wire(ours), output, limits, work_dir)
+
+    def end(self, interpreter: Interpreter, *, max_bytes: int) -> int:
+        """Kills it with all its threads, reads what it wrote, removes its files; its exit status."""
+        status: int = self._ask({"reap": interpreter.pid})["status"]
+        interpreter.kept.drain(interpreter.output, max_bytes)
+        interpreter.control.close()
+        os.close(interpreter.output)
+        if interpreter.work_dir is not None:
+            workdirs.remove(interpreter.work_dir)
+        return status
+
+    def _ask(self, request: dict[str, Any], *fds: int) -> dict[str, Any]:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        self.commands.sendmsg([json.dumps(request).encode()], rights)
+        answer: dict[str, Any] = json.loads(self.commands.recv(MAX_MESSAGE))
+        return answer
+
+    def _task_limit(self, num_threads: int, uid: int | None) -> int | None:
+        if self.walls.mode == "none" or not self.allows_threads:
+            return None
+        if uid is not None or self.walls.is_jailed:
+            return num_threads
+        return workdirs.count_tasks(os.geteuid()) + num_threads  # all of this user's are counted together

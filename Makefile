@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Without its dependencies: the checkers of verifyif need the copy of nltk's punkt_tab inside, nothing else.
+NLTK_DATA := llama-index-core==0.14.25
 INSTALLED := $(VENV)/.installed
 
 .PHONY: train test test-adapters lint clean
@@ -35,6 +37,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "poise needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(NLTK_DATA)
 	touch $@
 
 clean:

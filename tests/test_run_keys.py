@@ -28,7 +28,7 @@ CHANGED = {
     "model.num_kv_heads": 2, "model.head_dim": 16, "model.num_experts": 6, "model.experts_per_token": 3,
     "model.sliding_window": 8, "model.rope": "yarn", "model.rope_theta": 50.0, "model.dtype": "bfloat16",
     "task.dataset": "basic_arithmetic", "task.num_train_rows": 7, "task.num_test_rows": 2, "task.seed": 5,
-    "task.mental_share": 0.9,
+    "task.mental_share": 0.9, "task.tool": "function",
     "rollout.groups_per_step": 3, "rollout.group_size": 3, "rollout.max_action_tokens": 9,
     "rollout.temperature": 0.5,
     "warm_start.steps": 1, "warm_start.demonstrations_per_step": 3, "warm_start.learning_rate": 0.01,
@@ -39,7 +39,9 @@ CHANGED = {
 RAISES = {
     "task.describes_tools": True,  # the description alone is longer than these contexts
     "model.path": "/nowhere", "model.device": "cuda:99", "task.name": "gsm8k", "task.data": "x.jsonl",
-    "task.test_data": "x.jsonl", "rollout.top_p": 0.9, "rollout.max_context_tokens": 12,
+    "task.test_data": "x.jsonl", "task.format_penalty": 0.1, "task.no_code_penalty": 0.1, "task.length_penalty": 0.1,
+    "task.length_characters": 9, "task.checkers": "x", "task.instructions": "x", "task.max_instructions": 2,
+    "task.credit": "share", "rollout.top_p": 0.9, "rollout.max_context_tokens": 12,
 }  # fmt: skip
 # Time and memory only, or what a policy this small never reaches; each has its own tests elsewhere.
 ELSEWHERE = {
@@ -47,6 +49,7 @@ ELSEWHERE = {
     "rollout.num_slots": "engine/test_embedded.py: the same log-probs with any number",
     "rollout.max_prefill_tokens": "engine/test_embedded.py: the same log-probs in smaller pieces",
     "rollout.max_turns": "test_rollout.py: the stop it leads to",
+    "task.tool_output_bytes": "envs/test_retool.py: the cut is said",
     "task.tool_time_limit_s": "envs/test_tools.py: a call that takes too long",
     "run.tokens_per_microbatch": "train/test_trainer.py: the gradient is the same for every cut",
     "run.folder": "where, not what",

@@ -101,7 +101,12 @@ def metric_rows(*evaluations: Mapping[str, float]) -> list[list[str]]:
     for metrics in evaluations:
         for name in metrics:
             names.setdefault(name, name.replace("stop_", "stopped: ").replace("_", " "))
-    shares = {"solved", "share_with_tool", "solved_with_tool", *(name for name in names if name.startswith("stop_"))}
+    shares = {
+        "solved",
+        "share_with_tool",
+        "solved_with_tool",
+        *(n for n in names if n.startswith("stop_") or n.endswith("_accuracy")),
+    }
     return [
         [label, *(f"{m.get(name, 0.0):.1%}" if name in shares else f"{m.get(name, 0.0):.3f}" for m in evaluations)]
         for name, label in names.items()

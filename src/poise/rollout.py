@@ -260,7 +260,8 @@ def episode_metrics(episodes: Sequence[Sequence[Trajectory]]) -> dict[str, float
     """Means over episodes (each a list of its Trajectories): reward, turns, tokens, tool use, shares of stop reasons.
 
     ``solved``: share with reward 1 or more. ``tool_calls`` and ``tool_errors`` are per episode; ``solved_with_tool`` is
-    the share of episodes with a tool call among the solved ones, ``share_with_tool`` among all.
+    the share of episodes with a tool call among the solved ones, ``share_with_tool`` among all. A pair NAME/part and
+    NAME/whole becomes one NAME, the sum of the parts over the sum of the wholes.
     """
     rewards = np.array([episode[0].reward for episode in episodes])
     metrics = {
@@ -276,6 +277,9 @@ def episode_metrics(episodes: Sequence[Sequence[Trajectory]]) -> dict[str, float
     names = sorted({name for episode in episodes for name in episode[0].metrics})
     for name in names:
         metrics[name] = float(np.mean([episode[0].metrics.get(name, 0.0) for episode in episodes]))
+    for name in [name.removesuffix("/whole") for name in names if name.endswith("/whole")]:
+        part, whole = metrics.pop(f"{name}/part"), metrics.pop(f"{name}/whole")
+        metrics[name] = part / whole if whole else 0.0
     uses_tool = np.array([episode[0].metrics.get("tool_calls", 0.0) > 0 for episode in episodes])
     is_solved = rewards >= 1
     metrics["share_with_tool"] = float(uses_tool.mean())

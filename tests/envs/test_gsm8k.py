@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import http.server
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -22,6 +23,10 @@ NATALIA = {
 }
 
 
+def gsm8k(data, **keys):
+    return Gsm8k(TaskConfig(name="gsm8k", data=data, **keys))
+
+
 def write(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -34,7 +39,7 @@ def rows(count, start=0):
 
 
 def test_a_demonstration(tmp_path):
-    task = Gsm8k(write(tmp_path / "a.jsonl", NATALIA, *rows(2)), num_test_rows=1, describes_tools=False)
+    task = gsm8k(write(tmp_path / "a.jsonl", NATALIA, *rows(2)), num_test_rows=1, describes_tools=False)
     conversation = task.demonstrate(NATALIA)
     assert conversation.system is None
     assert conversation.developer is None
@@ -56,20 +61,20 @@ def test_a_demonstration(tmp_path):
 )
 def test_a_mark_that_python_does_not_confirm_is_left_out(tmp_path, mark):
     row = {"question": "q", "answer": f"First {mark}4, then <<4+1=5>>5.\n#### 5"}
-    task = Gsm8k(write(tmp_path / "a.jsonl", row, *rows(2)), num_test_rows=1)
+    task = gsm8k(write(tmp_path / "a.jsonl", row, *rows(2)), num_test_rows=1)
     messages = task.demonstrate(row).messages[1:]
     assert [m.content for m in messages] == ["First 4, then", "4+1", "5", "5.", "5"]
 
 
 def test_an_answer_without_thought(tmp_path):
     row = {"question": "q", "answer": "#### 1,200"}
-    task = Gsm8k(write(tmp_path / "a.jsonl", row, *rows(2)), num_test_rows=1)
+    task = gsm8k(write(tmp_path / "a.jsonl", row, *rows(2)), num_test_rows=1)
     assert task.demonstrate(row).messages[1:] == (final("1,200"),)
     assert asyncio.run(play(task, row, task.demonstrate(row).messages)).reward == 1.0
 
 
 def test_rewards(tmp_path):
-    task = Gsm8k(write(tmp_path / "a.jsonl", NATALIA, *rows(2)), num_test_rows=1)
+    task = gsm8k(write(tmp_path / "a.jsonl", NATALIA, *rows(2)), num_test_rows=1)
     prompt = task.demonstrate(NATALIA).messages[:1]
 
     def reward(*messages):
@@ -85,14 +90,14 @@ def test_rewards(tmp_path):
 
 def test_mental_share_is_of_the_question(tmp_path):
     data = write(tmp_path / "a.jsonl", *rows(400))
-    task = Gsm8k(data, num_test_rows=100, mental_share=0.25)
+    task = gsm8k(data, num_test_rows=100, mental_share=0.25)
     mental = {
         row["question"]
         for row in task.train_rows
         if not any(message.is_tool_call for message in task.demonstrate(row).messages)
     }
     assert 45 <= len(mental) <= 105  # of 300, 75 expected, 4 standard deviations of 7.5
-    again = Gsm8k(data, num_test_rows=100, seed=1, mental_share=0.25)
+    again = gsm8k(data, num_test_rows=100, seed=1, mental_share=0.25)
     assert all(
         (row["question"] in mental) != any(m.is_tool_call for m in again.demonstrate(row).messages)
         for row in again.train_rows
@@ -102,16 +107,16 @@ def test_mental_share_is_of_the_question(tmp_path):
 
 def test_splits(tmp_path):
     train, test = write(tmp_path / "train.jsonl", *rows(10)), write(tmp_path / "test.jsonl", *rows(5, start=8))
-    task = Gsm8k(train, test_data=test)
+    task = gsm8k(train, test_data=test)
     assert [row["question"] for row in task.train_rows] == [f"{i} + 1?" for i in range(8)]  # 8 and 9 are held out
     assert len(task.test_rows) == 5
-    assert len(Gsm8k(train, test_data=test, num_train_rows=3).train_rows) == 3
-    split = Gsm8k(train, num_test_rows=4, seed=3)
+    assert len(gsm8k(train, test_data=test, num_train_rows=3).train_rows) == 3
+    split = gsm8k(train, num_test_rows=4, seed=3)
     questions = [row["question"] for row in (*split.train_rows, *split.test_rows)]
     assert sorted(questions) == sorted(f"{i} + 1?" for i in range(10))
     assert len(split.test_rows) == 4
-    assert split.test_rows == Gsm8k(train, num_test_rows=4, seed=3).test_rows
-    assert split.test_rows != Gsm8k(train, num_test_rows=4, seed=4).test_rows
+    assert split.test_rows == gsm8k(train, num_test_rows=4, seed=3).test_rows
+    assert split.test_rows != gsm8k(train, num_test_rows=4, seed=4).test_rows
 
 
 @pytest.mark.parametrize(
@@ -119,10 +124,10 @@ def test_splits(tmp_path):
     [
         ("", "a.jsonl holds no rows"),
         ('{"question": "q", "answer": "#### 1"}\n{"question": ', r"a.jsonl:2 is no JSON: Expecting value"),
-        ('{"question": "q", "answer": "#### 1"}\n\n[1]', r"a.jsonl:3 must be an object with question and answer"),
+        ('{"question": "q", "answer": "#### 1"}\n\n[1]', r"a.jsonl:3 must be an object, got"),
         ('{"question": "q"}', r"a.jsonl:1 needs a text 'answer'; it has question"),
         ('{"question": "", "answer": "#### 1"}', r"a.jsonl:1 needs a text 'question'"),
-        ('{"question": "q", "answer": 7}', r"a.jsonl:1 needs a text 'answer'"),
+        ('{"question": "q", "answer": [7]}', r"a.jsonl:1 needs a text 'answer'"),
         ('{"question": "q", "answer": "nothing"}', r"a.jsonl:1: the answer must end in '#### NUMBER', got 'nothing'"),
     ],
 )
@@ -130,7 +135,7 @@ def test_a_malformed_file(tmp_path, text, sentence):
     path = tmp_path / "a.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=sentence):
-        Gsm8k(str(path), num_test_rows=1)
+        gsm8k(str(path), num_test_rows=1)
 
 
 def test_configuration(tmp_path):
@@ -140,7 +145,7 @@ def test_configuration(tmp_path):
     assert task.demonstrate(NATALIA).system == SystemContent(builtin_tools=("python",))
     with pytest.raises(ConfigError, match=r"task\.data is required by task gsm8k"):
         make_task(TaskConfig(name="gsm8k"))
-    with pytest.raises(ConfigError, match=r"'nowhere\.jsonl' does not exist: give a \.jsonl path or a Hugging Face id"):
+    with pytest.raises(ConfigError, match=r"'nowhere\.jsonl' does not exist: give a \.jsonl, \.json, \.parquet path"):
         make_task(TaskConfig(name="gsm8k", data="nowhere.jsonl"))
     with pytest.raises(ConfigError, match=r"task\.num_test_rows \(4\) must be below the 4 rows"):
         make_task(TaskConfig(name="gsm8k", data=data, num_test_rows=4))
@@ -201,9 +206,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
 LOAD = """
 import sys
 from poise.config import ConfigError
-from poise.envs.gsm8k import load_rows
+from poise.envs.gsm8k import check_row
+from poise.envs.rows import load_rows
 try:
-    print([row["question"] for row in load_rows(sys.argv[1], split=sys.argv[2])])
+    print([row["question"] for row in load_rows(sys.argv[1], split=sys.argv[2], check=check_row)])
 except ConfigError as error:
     print(error)
 """
@@ -211,6 +217,7 @@ except ConfigError as error:
 
 def load(source, split, endpoint, home):
     env = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PATH": "/usr/bin:/bin", "HF_HUB_DISABLE_XET": "1"}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, "-c", LOAD, source, split]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env).stdout.strip()
 
@@ -246,7 +253,7 @@ def test_the_hub_is_not_reachable(tmp_path):
 
 
 def test_500_real_demonstrations_play_to_reward_1(gsm8k_folder):
-    task = Gsm8k(str(gsm8k_folder / "train.jsonl"), test_data=str(gsm8k_folder / "test.jsonl"), describes_tools=False)
+    task = gsm8k(str(gsm8k_folder / "train.jsonl"), test_data=str(gsm8k_folder / "test.jsonl"), describes_tools=False)
     assert (len(task.train_rows), len(task.test_rows)) == (7473, 1319)
 
     async def play_all():
@@ -263,6 +270,6 @@ def test_calls_are_on_the_analysis_channel(tmp_path):
     # GPT-OSS calls its built-in tools there; content type "code" as in its training, left out for a tiny policy.
     data = write(tmp_path / "a.jsonl", NATALIA, *rows(2))
     for describes_tools, content_type in ((True, "code"), (False, None)):
-        task = Gsm8k(data, num_test_rows=1, describes_tools=describes_tools)
+        task = gsm8k(data, num_test_rows=1, describes_tools=describes_tools)
         call = next(m for m in task.demonstrate(NATALIA).messages if m.is_tool_call)
         assert (call.channel, call.content_type) == (Channel.ANALYSIS, content_type)

@@ -14,8 +14,12 @@ from poise.envs.reasoning_gym import ReasoningGym
 from poise.harmony.messages import SystemContent, analysis, final, user
 
 
+def reasoning(dataset, **keys):
+    return ReasoningGym(TaskConfig(dataset=dataset, **keys))
+
+
 def test_rows_are_those_of_the_package():
-    task = ReasoningGym("chain_sum", num_train_rows=50, num_test_rows=20, seed=5)
+    task = reasoning("chain_sum", num_train_rows=50, num_test_rows=20, seed=5)
     package = reasoning_gym.create_dataset("chain_sum", seed=5, size=50)
     assert [row["question"] for row in task.train_rows] == [package[i]["question"] for i in range(50)]
     assert len(task.train_rows) == 50
@@ -27,22 +31,22 @@ def test_rows_are_those_of_the_package():
 
 def test_rows_are_lazy():
     start = time.monotonic()
-    task = ReasoningGym("zebra_puzzles", num_train_rows=10_000_000, num_test_rows=2)  # some 20 ms each
+    task = reasoning("zebra_puzzles", num_train_rows=10_000_000, num_test_rows=2)  # some 20 ms each
     assert task.train_rows[9_999_999]["question"] != task.train_rows[0]["question"]
     assert time.monotonic() - start < 5
 
 
 def test_held_out_problems_are_not_trained_on():
     # Sums of two single digits: 200 possible questions or so, hence many collisions by chance.
-    task = ReasoningGym("chain_sum", num_train_rows=400, num_test_rows=20)
+    task = reasoning("chain_sum", num_train_rows=400, num_test_rows=20)
     assert not {row["question"] for row in task.test_rows} & {row["question"] for row in task.train_rows}
-    small = ReasoningGym("leg_counting", num_train_rows=300, num_test_rows=50)
+    small = reasoning("leg_counting", num_train_rows=300, num_test_rows=50)
     assert not {row["question"] for row in small.test_rows} & {row["question"] for row in small.train_rows}
 
 
 def test_a_problem_that_is_held_out_by_chance_is_replaced():
     # coin_flip-like small sets: count_bits of small numbers repeats questions between any two seeds.
-    task = ReasoningGym("calendar_arithmetic", num_train_rows=500, num_test_rows=200)
+    task = reasoning("calendar_arithmetic", num_train_rows=500, num_test_rows=200)
     package = reasoning_gym.create_dataset("calendar_arithmetic", seed=0, size=500)
     held_out = {row["question"] for row in task.test_rows}
     collisions = [i for i in range(500) if package[i]["question"] in held_out]
@@ -52,7 +56,7 @@ def test_a_problem_that_is_held_out_by_chance_is_replaced():
 
 def test_other_seeds_give_other_problems():
     questions = [
-        {row["question"] for row in ReasoningGym("chain_sum", num_train_rows=30, seed=seed).train_rows}
+        {row["question"] for row in reasoning("chain_sum", num_train_rows=30, seed=seed).train_rows}
         for seed in (0, 1000)
     ]
     assert len(questions[0] & questions[1]) <= 1
@@ -69,7 +73,7 @@ def test_other_seeds_give_other_problems():
     ],
 )
 def test_demonstrations_run_to_reward_1(dataset, expression, shown, answer):
-    task = ReasoningGym(dataset, num_train_rows=1000, num_test_rows=20, describes_tools=False)
+    task = reasoning(dataset, num_train_rows=1000, num_test_rows=20, describes_tools=False)
     rows = task.train_rows[:40]
     conversations = [task.demonstrate(row) for row in rows]
     assert all(c is not None and c.system is None and c.developer is None for c in conversations)
@@ -87,13 +91,13 @@ def test_demonstrations_run_to_reward_1(dataset, expression, shown, answer):
 
 @pytest.mark.parametrize("dataset", ["gcd", "manipulate_matrix", "calendar_arithmetic", "gsm_symbolic"])
 def test_other_data_sets_have_no_demonstrations(dataset):
-    task = ReasoningGym(dataset, num_train_rows=100, num_test_rows=5)
+    task = reasoning(dataset, num_train_rows=100, num_test_rows=5)
     assert [task.demonstrate(row) for row in task.train_rows[:20]] == [None] * 20
 
 
 def test_mental_share():
     def mental(share, seed=0):
-        task = ReasoningGym("chain_sum", num_train_rows=400, num_test_rows=5, seed=seed, mental_share=share)
+        task = reasoning("chain_sum", num_train_rows=400, num_test_rows=5, seed=seed, mental_share=share)
         found = {}
         for row in task.train_rows:
             messages = task.demonstrate(row).messages
@@ -110,7 +114,7 @@ def test_mental_share():
 
 
 def test_scores_are_the_packages():
-    task = ReasoningGym("chain_sum", num_train_rows=10, num_test_rows=5)
+    task = reasoning("chain_sum", num_train_rows=10, num_test_rows=5)
     row = task.train_rows[0]  # the answer is -14282
 
     def reward(*messages):
@@ -125,7 +129,7 @@ def test_scores_are_the_packages():
 
 def test_data_sets_with_a_scorer_of_their_own():
     # Any valid colouring, permutation or sentence counts, not only the one that the generator had in mind.
-    task = ReasoningGym("word_sorting", num_train_rows=10, num_test_rows=5)
+    task = reasoning("word_sorting", num_train_rows=10, num_test_rows=5)
     row = task.train_rows[0]
     outcome = asyncio.run(play(task, row, [user(row["question"]), final(row["answer"])]))
     assert outcome.reward == 1.0

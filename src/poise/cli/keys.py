@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import tyro
 
 from poise.config import Config, ConfigError
+from poise.config.task import READ_BY
 
 KEYS_HELP = """\
 A key is SECTION.NAME (--rollout.group-size). The section may be left out where the name is unique (--group-size), and
@@ -49,10 +50,11 @@ def _refuse_idle_keys(config: Config, given: Sequence[str]) -> None:
         section, _, name = key.partition(".")
         if section == "model" and config.model.path is not None and name not in ("path", "device", "dtype"):
             raise ConfigError(f"--{key} does nothing beside model.path: the checkpoint has a shape of its own")
-        if key == "task.dataset" and config.task.name != "reasoning_gym":
-            raise ConfigError(f"--{key} does nothing for task {config.task.name}; it belongs to task reasoning_gym")
-        if key in ("task.data", "task.test-data") and config.task.name != "gsm8k":
-            raise ConfigError(f"--{key} does nothing for task {config.task.name}; it belongs to task gsm8k")
+        readers = READ_BY.get(name.replace("-", "_"), ()) if section == "task" else ()
+        if readers and config.task.name not in readers:
+            raise ConfigError(
+                f"--{key} does nothing for task {config.task.name}; it belongs to task {' and '.join(readers)}"
+            )
 
 
 def full_key(arg: str) -> str:

@@ -9,28 +9,17 @@ def make_task(config: TaskConfig) -> Task:
     if config.name == "reasoning_gym":
         from poise.envs.reasoning_gym import ReasoningGym
 
-        return ReasoningGym(
-            config.dataset,
-            num_train_rows=config.num_train_rows,
-            num_test_rows=config.num_test_rows,
-            seed=config.seed,
-            describes_tools=config.describes_tools,
-            mental_share=config.mental_share,
-            tool_time_limit_s=config.tool_time_limit_s,
-        )
+        return ReasoningGym(config)
     if config.name == "gsm8k":
         from poise.envs.gsm8k import Gsm8k
 
-        if config.data is None and config.test_data is None:
-            raise ConfigError("task.data is required by task gsm8k: a .jsonl path or a Hugging Face data set id")
-        return Gsm8k(
-            config.data,
-            test_data=config.test_data,
-            num_train_rows=config.num_train_rows,
-            num_test_rows=config.num_test_rows,
-            seed=config.seed,
-            describes_tools=config.describes_tools,
-            mental_share=config.mental_share,
-            tool_time_limit_s=config.tool_time_limit_s,
-        )
-    raise ConfigError(f"task.name must be reasoning_gym or gsm8k, got {config.name!r}")
+        return Gsm8k(config)
+    if config.name == "retool":
+        from poise.envs.retool import Retool
+
+        return Retool(config)
+    if config.name == "verifyif":
+        from poise.envs.verifyif import VerifyIf
+
+        return VerifyIf(config)
+    raise ConfigError(f"task.name must be reasoning_gym, gsm8k, retool or verifyif, got {config.name!r}")

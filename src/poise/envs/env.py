@@ -53,7 +53,11 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The grade of a whole episode. ``metrics``: named components and counts, for reports."""
+    """The grade of a whole episode.
+
+    ``metrics``: named components and counts, for reports, which show their means; of a pair NAME/part and NAME/whole
+    they show one ratio, of the sums.
+    """
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)

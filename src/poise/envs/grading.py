@@ -1,9 +1,11 @@
 """Is the number that a text gives as its answer the right one?"""
 
+import importlib.util
 import re
 from fractions import Fraction
 
-from poise.sandbox import Limits, run_python
+from poise.config import ConfigError
+from poise.envs.graders import GraderTimeout, shared_pool
 
 _MAX_DIGITS = 100
 _MAX_EXPRESSION = 200  # characters
@@ -36,10 +38,7 @@ _REWRITES = (
     *((mark, "") for mark in ("\\left", "\\right", "\\$", "\\,", "\\!", "\\;", "\\(", "\\)", "\\[", "\\]")),
     *((mark, "") for mark in "$€£¥₹"),
 )
-# Runs in the sandbox: a hanging or exploding expression is killed with its process. The first parse fills caches.
-_PRELUDE = "from math_verify import parse, verify\nverify(parse('$2^3+1$'), parse(r'$\\frac{18}{2}\\times\\sqrt{1}$'))"
-_VERIFY = "from math_verify import parse, verify\nprint(verify(parse({gold!r}), parse({answer!r})))"
-_LIMITS = Limits(wall_s=4.0, cpu_s=2.0, memory_mib=1024)
+MATH_VERIFY = "poise.envs.math_check:is_equal"
 
 
 async def is_right(text: str, reference: Fraction) -> bool:
@@ -48,7 +47,7 @@ async def is_right(text: str, reference: Fraction) -> bool:
     The answer is the content of the last ``\\boxed{}``, else what follows the last ``####``, else all of the text, and
     of that what follows the last equals sign. There the last number counts: with thousands commas, currency, unit,
     percent sign or a dot after it, a decimal, a fraction or a mixed number. Where that part is an expression instead
-    (``3 \\times 4``, ``\\sqrt{81}``), math-verify decides in the sandbox; one that takes too long is wrong.
+    (``3 \\times 4``, ``\\sqrt{81}``), math-verify decides; one that takes too long is wrong.
     """
     part = _answer_part(text)
     if _is_expression(part):
@@ -63,7 +62,7 @@ def number_in(text: str) -> Fraction | None:
 
 
 def _answer_part(text: str) -> str:
-    boxed = _last_boxed(text)
+    boxed = last_boxed(text)
     part = boxed if boxed is not None else text.rpartition("####")[2]
     for old, new in _REWRITES:
         part = part.replace(old, new)
@@ -72,7 +71,8 @@ def _answer_part(text: str) -> str:
     return (after if any(c.isdigit() for c in after) else before or after).strip().rstrip(".")
 
 
-def _last_boxed(text: str) -> str | None:
+def last_boxed(text: str) -> str | None:
+    """The content of the last ``\\boxed{}`` or ``\\fbox{}``, to its closing brace; None where there is none."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start < 0:
         return None
@@ -115,7 +115,14 @@ def _fraction(digits: str) -> Fraction:
 async def _is_equal_expression(expression: str, reference: Fraction) -> bool:
     if len(expression) > _MAX_EXPRESSION:
         return False
-    gold = f"$\\frac{{{reference.numerator}}}{{{reference.denominator}}}$"
-    code = _VERIFY.format(gold=gold, answer=f"${expression.replace('**', '^')}$")
-    result = await run_python(code, limits=_LIMITS, prelude=_PRELUDE)
-    return result.output.strip() == "True"
+    gold = f"\\frac{{{reference.numerator}}}{{{reference.denominator}}}"
+    try:
+        return bool(await shared_pool(MATH_VERIFY)(gold, expression.replace("**", "^")))
+    except GraderTimeout:
+        return False
+
+
+def require_math_verify(task: str) -> None:
+    """Raises ConfigError where the package is missing."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(f"task {task} needs the extra math: pip install 'poise[math]'")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from poise.envs.schema import check_arguments, declaration_of
-from poise.harmony.messages import Channel, FunctionTool, Message, Role, tool_result
+from poise.harmony.messages import Channel, FunctionTool, Message, tool_result
 from poise.sandbox import Limits, SandboxError, run_python
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,63}")
@@ -178,14 +178,3 @@ def _author(call: Message) -> str:
     """The called name as the author of the answer, where it is a name at all."""
     recipient = call.recipient or ""
     return recipient if _PLAIN_NAME.fullmatch(recipient) else "unknown"
-
-
-def python_call(code: str, *, is_described: bool = True) -> Message:
-    """A call of the built-in python tool, as GPT-OSS writes it: on the analysis channel, content type "code"."""
-    return Message(
-        role=Role.ASSISTANT,
-        recipient="python",
-        channel=Channel.ANALYSIS,
-        content=code,
-        content_type="code" if is_described else None,
-    )

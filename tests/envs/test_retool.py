@@ -128,22 +128,6 @@ def test_the_prompt_declares_the_tool_as_the_model_was_trained(tmp_path):
     assert make(tmp_path, DAPO, describes_tools=False).conversation(instructed.test_rows[0]).system is None
 
 
-@pytest.mark.parametrize("function", [False, True])
-def test_variables_live_as_long_as_the_episode(tmp_path, function):
-    task = make(tmp_path, SUM, tool="function" if function else "python")
-    shown, outcome = episode(
-        task,
-        [analysis("Let me see."), call("x = 20", function=function)],
-        [call("def f(y):\n    return x + y", function=function)],
-        [call("f(22)", function=function)],
-        [final("It is \\boxed{42}.")],
-    )
-    assert shown == ["[no output]", "[no output]", "42"]
-    assert outcome.reward == 1.0
-    shown, _ = episode(task, [call("x", function=function)])
-    assert "NameError" in shown[0]
-
-
 def test_long_output_is_cut_in_the_middle_and_the_cut_is_said(tmp_path):
     task = make(tmp_path, SUM, tool_output_bytes=200)
     shown, _ = episode(task, [call("print('a' * 5000 + 'b' * 5000)")])

@@ -11,7 +11,7 @@ from pyarrow import parquet
 from poise.config import ConfigError, TaskConfig
 from poise.envs import make_task
 from poise.envs.retool import REQUEST, check_row
-from poise.harmony.messages import Channel, DeveloperContent, Message, Role, SystemContent, analysis, final, user
+from poise.harmony.messages import Channel, DeveloperContent, Message, Role, SystemContent, final, user
 
 ROWS = {
     "math500": {"problem": "1+1?", "solution": "It is \\boxed{2}.", "answer": "2", "subject": "Algebra", "level": 1},

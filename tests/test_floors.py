@@ -17,7 +17,7 @@ FLOORS = {
     "parallel": 3, "engine": 3, "rollout": 3,
     "plan": 4, "train": 4,
     "loop": 5, "evaluate": 5, "warmstart": 5, "report": 5, "integrations": 5, "doctor": 5, "upcycle": 5,
-    "recipes": 6, "assembly": 6, "jobs": 7, "planning": 7, "cli": 8, "__main__": 9,
+    "recipes": 6, "assembly": 6, "jobs": 7, "planning": 7, "mismatch": 7, "cli": 8, "__main__": 9,
 }  # fmt: skip
 # These rooms also keep away from libraries that they must not need.
 FORBIDDEN = {"harmony": {"torch", "transformers"}, "sandbox": {"torch", "transformers"}, "envs": {"torch"}}

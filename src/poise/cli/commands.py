@@ -19,6 +19,8 @@ poise: agentic reinforcement learning for GPT-OSS
   poise train --resume RUN [--key value ...]  go on from a run folder's latest checkpoint
   poise sft RECIPE [--key value ...]          the supervised warm start alone
   poise eval CHECKPOINT [--key value ...]     held-out reward of a checkpoint folder, or of a run's latest checkpoint
+  poise mismatch CHECKPOINT --engine embedded|URL [--key value ...]    trainer beside engine: how far apart, and why
+       [--episodes N | --tokens FILE.jsonl] [--engine-checkpoint DIR] [--previous DIR] [--json FILE]
   poise plan RECIPE [--key value ...]         its memory, by kind and phase: does it fit, and what would
        [--gpus N] [--gpu-memory 80GB] [--context TOKENS] [--sequence-degree N] [--expert-degree N] [--released 20b|120b]
   poise upcycle SOURCE OUT                    a Llama-type checkpoint (Hugging Face folder or .gguf) as a GPT-OSS one
@@ -57,30 +59,63 @@ def _require_resumable(before: Config, config: Config) -> None:
 
 
 def eval_(args: list[str]) -> None:
-    if args and args[0] in ("-h", "--help"):
-        parse(Config(), ["--help"], prog="poise eval CHECKPOINT")
-    if not args or args[0].startswith("-"):
-        raise ConfigError("poise eval needs a checkpoint folder or a run folder first")
+    config = _checkpoint_config(args, "eval")
     from poise.jobs import eval_job
+
+    eval_job(config, Console())
+
+
+def mismatch(args: list[str]) -> None:
+    given: dict[str, str | None] = {}
+    for option in ("--engine", "--episodes", "--tokens", "--engine-checkpoint", "--previous", "--json"):
+        given[option], args = take_option(args, option)
+    config = _checkpoint_config(args, "mismatch")
+    if given["--engine"] is None:
+        raise ConfigError("poise mismatch needs --engine embedded or --engine URL")
+    if given["--episodes"] is not None and given["--tokens"] is not None:
+        raise ConfigError("--episodes and --tokens exclude each other: streams are sampled or read")
+    paths = {
+        option: None if (value := given[option]) is None else Path(value)
+        for option in ("--tokens", "--engine-checkpoint", "--previous", "--json")
+    }
+    from poise.mismatch.job import Options, mismatch_job
+
+    options = Options(
+        engine=given["--engine"],
+        engine_checkpoint=paths["--engine-checkpoint"],
+        episodes=_whole_number("--episodes", given["--episodes"] or "16"),
+        tokens=paths["--tokens"],
+        previous=paths["--previous"],
+        json=paths["--json"],
+    )
+    mismatch_job(config, Console(), options)
+
+
+def _checkpoint_config(args: list[str], command: str) -> Config:
+    """What a command that does not train reads of a checkpoint: its run's configuration, and the command line's."""
+    if args and args[0] in ("-h", "--help"):
+        parse(Config(), ["--help"], prog=f"poise {command} CHECKPOINT")
+    if not args or args[0].startswith("-"):
+        raise ConfigError(f"poise {command} needs a checkpoint folder or a run folder first")
     from poise.train.checkpoint import latest_checkpoint
 
     folder = Path(args[0])
     if not folder.is_dir():
-        raise ConfigError(f"{folder} does not exist: poise eval needs a checkpoint folder or a run folder")
+        raise ConfigError(f"{folder} does not exist: poise {command} needs a checkpoint folder or a run folder")
     checkpoint = latest_checkpoint(folder) or folder
     if checkpoint == folder and (folder / "checkpoints").is_dir():
         raise ConfigError(f"{folder} is a run folder that holds no checkpoint yet")
-    # A checkpoint of a run is evaluated on that run's task unless the command line says otherwise.
+    # A checkpoint of a run goes with that run's task unless the command line says otherwise.
     run_config = checkpoint.parent.parent / "config.json"
     default = read_config(run_config) if checkpoint.parent.name == "checkpoints" and run_config.exists() else Config()
     # All held-out problems; and nothing is packed, so no length is too long for a micro-batch.
     settings = replace(default.run, eval_problems=0, tokens_per_microbatch=10**9)
     default = replace(default, run=settings, model=replace(default.model, path=str(checkpoint)))
-    config = parse(default, args[1:], prog=f"poise eval {folder}")
+    config = parse(default, args[1:], prog=f"poise {command} {folder}")
     for section in ("algorithm", "optimizer", "warm_start"):
         if getattr(config, section) != getattr(default, section):
-            raise ConfigError(f"--{section.replace('_', '-')}.* does nothing in poise eval, which does not train")
-    eval_job(config, Console())
+            raise ConfigError(f"--{section.replace('_', '-')}.* does nothing in poise {command}, which does not train")
+    return config
 
 
 def plan(args: list[str]) -> int:
@@ -195,6 +230,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "train": train,
     "sft": sft,
     "eval": eval_,
+    "mismatch": mismatch,
     "plan": plan,
     "upcycle": upcycle,
     "recipes": recipes,

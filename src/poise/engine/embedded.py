@@ -8,6 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,14 +91,6 @@ class EmbeddedEngine:
 
         Also returns, per sampled token, the log-probs of the ``num_top`` most probable ones.
         """
-        if not token_ids or max_tokens < 1:
-            raise ValueError(
-                f"token_ids must not be empty and max_tokens at least 1, got {len(token_ids)}, {max_tokens}"
-            )
-        if len(token_ids) + max_tokens > self.max_context_tokens:
-            raise ValueError(
-                f"{len(token_ids)} tokens + max_tokens {max_tokens} exceed max_context_tokens {self.max_context_tokens}"
-            )
         request = Request(
             token_ids=list(token_ids),
             episode_id=episode_id,
@@ -108,9 +101,36 @@ class EmbeddedEngine:
             stop_ids=self.stop_ids if stop_ids is None else frozenset(stop_ids),
             num_top=num_top,
         )
+        return await self._answer(request), request.tops
+
+    async def score(self, token_ids: Sequence[int], action_ids: Sequence[int], *, episode_id: str) -> Action:
+        """The action ``action_ids`` as if it had been drawn after ``token_ids``: decoded token by token through the
+        cache, and no stop id ends it. Raises ValueError where the context cannot hold both, or one of them is empty."""
+        request = Request(
+            token_ids=list(token_ids),
+            episode_id=episode_id,
+            max_tokens=len(action_ids),
+            uniforms=np.zeros(len(action_ids)),
+            future=asyncio.get_running_loop().create_future(),
+            temperature=self.temperature,
+            stop_ids=frozenset(),
+            given_ids=tuple(action_ids),
+        )
+        return await self._answer(request)
+
+    async def _answer(self, request: Request) -> Action:
+        num_tokens, max_tokens = len(request.token_ids), request.max_tokens
+        if not num_tokens or max_tokens < 1:
+            raise ValueError(
+                f"token_ids must not be empty and max_tokens at least 1, got {num_tokens}, {max_tokens}"
+            )
+        if num_tokens + max_tokens > self.max_context_tokens:
+            raise ValueError(
+                f"{num_tokens} tokens + max_tokens {max_tokens} exceed max_context_tokens {self.max_context_tokens}"
+            )
         self._waiting.append(request)
         self._start()
-        return await request.future, request.tops
+        return await request.future
 
     def pause(self) -> None:
         """Freezes sampling after the forward under way; requests go on after ``resume``."""
@@ -306,7 +326,10 @@ class EmbeddedEngine:
         temperatures = [request.temperature for request in requests]
         temperature = torch.tensor(temperatures, device=logits.device)[:, None] if len(set(temperatures)) > 1 else None
         token_ids, log_probs = sample(
-            logits, uniforms, temperature=temperatures[0] if temperature is None else temperature
+            logits,
+            uniforms,
+            temperature=temperatures[0] if temperature is None else temperature,
+            given_ids=[r.given_ids[len(r.sampled_ids)] if r.given_ids else -1 for r in requests],
         )
         for row, request in enumerate(requests):
             if request.num_top:

@@ -32,6 +32,7 @@ class Request:
     temperature: float
     stop_ids: frozenset[int]
     num_top: int = 0
+    given_ids: tuple[int, ...] = ()  # taken instead of what would be drawn
     leader: "Slot | None" = None  # prefills the same prompt; this request waits and copies
     sampled_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console as RichConsole
-from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -25,6 +24,8 @@ class Console:
 
     def __init__(self) -> None:
         self._rich = RichConsole(highlight=False, soft_wrap=True)
+        if not self._rich.is_terminal:
+            self._rich.width = 1000  # a file has no width of its own: no cell of a table is cut
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -60,9 +61,7 @@ class Console:
             table.add_column(column, justify="left" if i == 0 else "right")
         for row in rows:
             table.add_row(*row)
-        # A file or a pipe has no width of its own: as wide as the table is, so that no number is cut.
-        width = None if self._rich.is_terminal else Measurement.get(self._rich, self._rich.options.update(max_width=1000), table).maximum
-        self._rich.print(table, width=width, crop=False)
+        self._rich.print(table)
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:

@@ -369,3 +369,31 @@ def test_a_paused_engine_goes_on_where_it_was():
 
     paused, straight = asyncio.run(main(True)), asyncio.run(main(False))
     assert paused.token_ids == straight.token_ids
+
+
+@pytest.mark.parametrize("max_prefill_tokens", [5, 4096])
+def test_scores_of_given_tokens_equal_a_full_forward(max_prefill_tokens):
+    # Two turns, the first with a stop id in the middle of its action; beside it, a request that samples.
+    model = model_with_large_sinks()
+    rng = np.random.default_rng(8)
+    prompt, action, result, answer = ([int(i) for i in rng.integers(0, CALL, size=n)] for n in (11, 9, 4, 6))
+    action[3] = CALL
+
+    async def run():
+        engine = engine_of(model, max_prefill_tokens=max_prefill_tokens)
+        sampled = asyncio.create_task(engine([4, 2], episode_id="b", seed=3, max_tokens=20))
+        first = await engine.score(prompt, action, episode_id="a")
+        second = await engine.score([*prompt, *action, *result], answer, episode_id="a")
+        return first, second, await sampled, await engine([4, 2], episode_id="c", seed=3, max_tokens=20)
+
+    first, second, beside, alone = asyncio.run(run())
+    stream = [*prompt, *action, *result, *answer]
+    log_probs, routes = full_forward(model, stream, 0.7)
+    for scored, start in ((first, len(prompt)), (second, len(stream) - len(answer))):
+        expected = [log_probs[i - 1, stream[i]].item() for i in range(start, start + len(scored.token_ids))]
+        assert list(scored.token_ids) == stream[start : start + len(scored.token_ids)]
+        assert scored.log_probs == pytest.approx(expected, abs=1e-4)
+    assert np.array_equal(np.sort(second.routes, -1), np.sort(routes[:-1], -1))
+    assert beside.token_ids == alone.token_ids
+    with pytest.raises(ValueError, match="max_tokens at least 1"):
+        asyncio.run(engine_of(model).score([1], [], episode_id="a"))

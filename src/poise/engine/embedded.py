@@ -121,9 +121,7 @@ class EmbeddedEngine:
     async def _answer(self, request: Request) -> Action:
         num_tokens, max_tokens = len(request.token_ids), request.max_tokens
         if not num_tokens or max_tokens < 1:
-            raise ValueError(
-                f"token_ids must not be empty and max_tokens at least 1, got {num_tokens}, {max_tokens}"
-            )
+            raise ValueError(f"token_ids must not be empty and max_tokens at least 1, got {num_tokens}, {max_tokens}")
         if num_tokens + max_tokens > self.max_context_tokens:
             raise ValueError(
                 f"{num_tokens} tokens + max_tokens {max_tokens} exceed max_context_tokens {self.max_context_tokens}"

@@ -15,6 +15,7 @@ from poise.mismatch.forward import Forward, with_blocks, with_config, with_part
 from poise.mismatch.rounding import (
     bf16_forward,
     bf16_head,
+    bf16_head_operands,
     bf16_weights,
     is_half,
     router_in,
@@ -30,12 +31,14 @@ NO_SINK = -1e4
 class Ablation:
     """``apply(forward, layers)``: the trainer's forward with the change in ``layers``. ``layers`` is ignored where
     it concerns no layer in particular. ``advice``: what it means in the engine. ``befalls_single_layers``: such as
-    weights that were not loaded; the engine's code would go wrong in all layers alike."""
+    weights that were not loaded; the engine's code would go wrong in all layers alike.
+    ``is_rounding``: another number format; two of these are not told apart beside each other."""
 
     name: str
     advice: str
     apply: Callable[[Forward, Container[int]], Forward]
     befalls_single_layers: bool = False
+    is_rounding: bool = False
 
 
 def ablations(forward: Forward, previous: GptOss | None = None) -> list[Ablation]:
@@ -233,6 +236,7 @@ def _router(model: GptOss) -> list[Ablation]:
             name=f"router in {'fp32' if is_narrow else 'bf16'}",
             advice="the engine computes the router's logits in another type, and near ties fall to other experts",
             apply=router_in(dtype),
+            is_rounding=True,
         ),
         Ablation(
             name="experts weighed by a softmax over all",
@@ -256,11 +260,21 @@ def _router(model: GptOss) -> list[Ablation]:
 
 
 def _numbers(forward: Forward) -> list[Ablation]:
-    def of(name: str, advice: str, apply: Callable[[Forward], Forward]) -> Ablation:
-        return Ablation(name=name, advice=advice, apply=lambda forward, layers: apply(forward))
+    def of(name: str, advice: str, apply: Callable[[Forward], Forward], is_rounding: bool = True) -> Ablation:
+        def everywhere(forward: Forward, layers: Container[int]) -> Forward:
+            return apply(forward)
 
-    found = [of("head in bf16", "the engine rounds the logits, or the head, to bf16", bf16_head)]
+        return Ablation(name=name, advice=advice, apply=everywhere, is_rounding=is_rounding)
+
+    found = [of("head in bf16", "the engine's logits are rounded to bf16", bf16_head)]
     if not is_half(forward.model):
+        found.append(
+            of(
+                "head's operands in bf16",
+                "the engine's head and its input are bf16, its logits fp32",
+                bf16_head_operands,
+            )
+        )
         found.append(
             of("weights in bf16", "the engine holds its weights in bf16 and the trainer does not", bf16_weights)
         )
@@ -271,6 +285,7 @@ def _numbers(forward: Forward) -> list[Ablation]:
                 "temperature not applied",
                 "the engine reports log-probs of the raw logits (vLLM: needs --logprobs-mode processed_logprobs)",
                 lambda forward: replace(forward, temperature=1.0),
+                is_rounding=False,
             )
         )
         found.append(
@@ -278,6 +293,7 @@ def _numbers(forward: Forward) -> list[Ablation]:
                 "temperature applied twice",
                 "the engine divides the logits by the temperature twice",
                 lambda forward: replace(forward, temperature=forward.temperature**2),
+                is_rounding=False,
             )
         )
     return found

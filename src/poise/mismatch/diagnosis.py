@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 from poise.mismatch.ablations import Ablation
 from poise.mismatch.forward import Forward
 
-# |trainer - engine| up to so many times what rounding does is rounding.
-ROUNDING_MARGIN = 10
+# A difference (rms) up to so many times that of rounding is rounding, ...
+ROUNDING_MARGIN = 3
+# ... and up to so many times may well be: where no ablation explains it, it is called so.
+CLOSE_TO_ROUNDING = 10
 # An explanation takes away at least this share of the squared difference ...
 MIN_EXPLAINED = 0.5
 # ... and leaves at most this share of what the next best one leaves.
@@ -125,12 +127,19 @@ def diagnose(
         ]
         trials = ranked(trials, rounding)
     sentence, cause = verdict(trials, rounding=rounding)
+    if not cause and base**0.5 <= CLOSE_TO_ROUNDING * rounding:
+        sentence = (
+            f"no mismatch clearly beyond rounding: {base**0.5:.2g} nats (rms); rounding alone makes {rounding:.2g}; "
+            f"{sentence}"
+        )
     best = trials[0]
     first = next((s for s in suspects if s.name == best.name), None)
     if first is None or best.explained < MIN_FIRST_CAUSE or is_rounding(best.rms, rounding):
         return result(sentence, cause, trials)
     beside = first.apply(forward, everywhere)
-    others = {f"{best.name} + {s.name}": s for s in suspects if s is not first}
+    others = {
+        f"{best.name} + {s.name}": s for s in suspects if s is not first and not (s.is_rounding and first.is_rounding)
+    }
     pairs = ranked(
         [
             tried(name, f"{best.advice}; and {other.advice}", other.apply(beside, everywhere))

@@ -19,6 +19,8 @@ from poise.train.packing import pack
 from poise.train.replay import recording_route
 from poise.types import Batch, Trajectory
 
+MAX_ROWS = 4096
+
 M = TypeVar("M", bound=nn.Module)
 # (hidden [T, D], head [V, D], target_ids [T], temperature) -> log-probs [T]
 Head = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -74,12 +76,21 @@ def log_probs(
 
 
 def batches_of(trajectories: Sequence[Trajectory]) -> list[Batch]:
-    """One batch a stream, in their order."""
+    """Packed in their order; of at most ``MAX_ROWS`` rows unless a single stream has more."""
+    groups: list[list[Trajectory]] = []
+    for trajectory in trajectories:
+        if groups and _rows([*groups[-1], trajectory]) <= MAX_ROWS:
+            groups[-1].append(trajectory)
+        else:
+            groups.append([trajectory])
+    # Where all fit into one batch, packing keeps the order in which they are given.
     return [
-        batch
-        for trajectory in trajectories
-        for batch in pack([trajectory], torch.zeros(1), tokens_per_microbatch=len(trajectory.token_ids))
+        batch for group in groups for batch in pack(group, torch.zeros(len(group)), tokens_per_microbatch=_rows(group))
     ]
+
+
+def _rows(trajectories: Sequence[Trajectory]) -> int:
+    return sum(len(trajectory.token_ids) - 1 for trajectory in trajectories)
 
 
 # --- views: other models that share every tensor they do not change ---

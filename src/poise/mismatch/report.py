@@ -73,15 +73,15 @@ class Tokens:
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], batches: Sequence[Batch], tokenizer: HarmonyTokenizer) -> "Tokens":
-        masks = [batch.response_mask.numpy() for batch in batches]
+        # Row t of a stream speaks of its token t + 1, in a batch and here alike.
+        mask = np.concatenate([batch.response_mask.numpy() for batch in batches])
+        streams = [np.full(len(t.token_ids) - 1, index) for index, t in enumerate(trajectories)]
         kinds = [np.array(token_kinds(t.token_ids, tokenizer))[1:] for t in trajectories]
         return cls(
-            streams=np.concatenate([np.full(mask.sum(), i) for i, mask in enumerate(masks)]),
-            position_ids=np.concatenate([b.position_ids.numpy()[m] for b, m in zip(batches, masks, strict=True)]),
-            kinds=np.concatenate([k[m] for k, m in zip(kinds, masks, strict=True)]),
-            engine=np.concatenate(
-                [b.rollout_log_probs.double().numpy()[m] for b, m in zip(batches, masks, strict=True)]
-            ),
+            streams=np.concatenate(streams)[mask],
+            position_ids=np.concatenate([batch.position_ids.numpy() for batch in batches])[mask],
+            kinds=np.concatenate(kinds)[mask],
+            engine=np.concatenate([batch.rollout_log_probs.double().numpy() for batch in batches])[mask],
         )
 
 

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Container
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -46,17 +47,26 @@ class _Router(nn.Module):
 
 
 def bf16_head(forward: Forward) -> Forward:
-    return replace(forward, head=_rounded_head)
+    """Operands and logits in bf16, sums and the softmax in float32: what a bf16 matrix product gives."""
+    return replace(forward, head=partial(_rounded_head, rounds_logits=True))
+
+
+def bf16_head_operands(forward: Forward) -> Forward:
+    """Operands in bf16, logits in float32."""
+    return replace(forward, head=partial(_rounded_head, rounds_logits=False))
 
 
 @torch.no_grad()
-def _rounded_head(hidden: Tensor, head: Tensor, target_ids: Tensor, temperature: float) -> Tensor:
-    """Operands and logits in bf16, sums and the softmax in float32: what a bf16 matrix product gives."""
+def _rounded_head(
+    hidden: Tensor, head: Tensor, target_ids: Tensor, temperature: float, *, rounds_logits: bool
+) -> Tensor:
     weight = _rounded(head, torch.bfloat16)
     rows = max(1, MAX_LOGITS // len(weight))
     parts = []
     for states, targets in zip(hidden.split(rows), target_ids.split(rows), strict=True):
-        logits = _rounded(_rounded(states, torch.bfloat16) @ weight.T, torch.bfloat16)
+        logits = _rounded(states, torch.bfloat16) @ weight.T
+        if rounds_logits:
+            logits = _rounded(logits, torch.bfloat16)
         parts.append((logits / temperature).log_softmax(dim=-1).gather(1, targets.long()[:, None]).squeeze(1))
     return torch.cat(parts)
 

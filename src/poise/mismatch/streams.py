@@ -79,10 +79,8 @@ def _stream(value: Any, where: str, *, index: int, vocab_size: int) -> Trajector
     token_ids = value.get("token_ids") if isinstance(value, dict) else value
     if not isinstance(token_ids, list) or len(token_ids) < 2 or any(type(i) is not int for i in token_ids):
         raise ConfigError(f"{where} must hold at least two token ids, as a list or under token_ids")
-    if (worst := max(token_ids)) >= vocab_size or min(token_ids) < 0:
-        raise ConfigError(
-            f"{where}: token ids must be 0..{vocab_size - 1}, got {worst if worst > 0 else min(token_ids)}"
-        )
+    if strange := [i for i in token_ids if not 0 <= i < vocab_size]:
+        raise ConfigError(f"{where}: token ids must be 0..{vocab_size - 1}, got {strange[0]}")
     mask = value.get("response_mask") if isinstance(value, dict) else None
     if mask is None:
         mask = [False, *[True] * (len(token_ids) - 1)]

@@ -11,7 +11,7 @@ from pyarrow import parquet
 from poise.config import ConfigError, TaskConfig
 from poise.envs import make_task
 from poise.envs.retool import REQUEST, check_row
-from poise.harmony.messages import Channel, DeveloperContent, Message, Role, SystemContent, final, user
+from poise.harmony.messages import Channel, DeveloperContent, Message, Role, SystemContent, analysis, final, user
 
 ROWS = {
     "math500": {"problem": "1+1?", "solution": "It is \\boxed{2}.", "answer": "2", "subject": "Algebra", "level": 1},
@@ -126,6 +126,22 @@ def test_the_prompt_declares_the_tool_as_the_model_was_trained(tmp_path):
     conversation = instructed.conversation(instructed.test_rows[0])
     assert conversation.developer == DeveloperContent(instructions="Be brief.")
     assert make(tmp_path, DAPO, describes_tools=False).conversation(instructed.test_rows[0]).system is None
+
+
+@pytest.mark.parametrize("function", [False, True])
+def test_variables_live_as_long_as_the_episode(tmp_path, function):
+    task = make(tmp_path, SUM, tool="function" if function else "python")
+    shown, outcome = episode(
+        task,
+        [analysis("Let me see."), call("x = 20", function=function)],
+        [call("def f(y):\n    return x + y", function=function)],
+        [call("f(22)", function=function)],
+        [final("It is \\boxed{42}.")],
+    )
+    assert shown == ["[no output]", "[no output]", "42"]
+    assert outcome.reward == 1.0
+    shown, _ = episode(task, [call("x", function=function)])
+    assert "NameError" in shown[0]
 
 
 def test_long_output_is_cut_in_the_middle_and_the_cut_is_said(tmp_path):

@@ -141,6 +141,7 @@ def test_a_function_that_is_no_tool(function, sentence):
         ('{"city": "Bern"', "Error: arguments are no JSON: Expecting ',' delimiter: line 1 column 16 (char 15)"),
         ("", "Error: arguments are no JSON: Expecting value: line 1 column 1 (char 0)"),
         ("[1]", "Error: arguments must be a JSON object, got array"),
+        ('{"city": "Bern", "days": NaN}', "Error: arguments are no JSON: NaN is not JSON"),
         ("{}", "Error: missing argument 'city'"),
         ('{"town": "Bern"}', "Error: unknown argument 'town'; arguments: city, unit, days"),
         ('{"city": 3}', "Error: argument 'city' must be string, got integer 3"),
@@ -292,8 +293,28 @@ def test_python_tool():
 def test_python_tool_has_a_time_limit():
     tool = PythonTool(Limits(wall_s=0.3, cpu_s=1))
     results, errors = answers([call("python", "while True: pass", "analysis")], tool)
-    assert results == [("python", "analysis", "[timed out after 0.3 s]")]
+    assert results == [("python", "analysis", "[timed out after 0.3 s; interrupted, variables are kept]")]
     assert errors == [True]
+
+
+def test_python_tool_repeats_an_episode():
+    async def episode(*cells):
+        tool = PythonTool()
+        texts = [(await tool(cell)).text for cell in cells]
+        await tool.close()
+        await tool.close()  # a second time does nothing
+        return texts
+
+    async def episodes():
+        draw = "import random\nimport numpy as np"
+        first = await episode(draw, "(random.random(), float(np.random.rand()))")
+        again = await episode(draw, "(random.random(), float(np.random.rand()))")
+        other = await episode(draw + "  # 2", "(random.random(), float(np.random.rand()))")
+        return first, again, other
+
+    first, again, other = asyncio.run(episodes())
+    assert first == again
+    assert first != other
 
 
 def test_results_are_addressed_to_the_assistant():

@@ -11,7 +11,7 @@ from poise.config import ConfigError, TaskConfig
 from poise.envs.env import Outcome, Row
 from poise.envs.rows import Check, load_rows
 from poise.envs.tool_env import ToolEnv
-from poise.envs.tools import PythonTool, Tool
+from poise.envs.tools import PythonTool
 from poise.harmony.messages import (
     Channel,
     Conversation,
@@ -39,13 +39,11 @@ class QuestionTask(ABC):
     def __init__(self, config: TaskConfig, *, has_tool: bool = True) -> None:
         self.config = config
         self._tool_kind = config.tool if has_tool else "none"
-        limits = Limits(
+        self._limits = Limits(
             wall_s=config.tool_time_limit_s,
             cpu_s=config.tool_time_limit_s,
             num_output_bytes=config.tool_output_bytes,
         )
-        is_function = self._tool_kind == "function"
-        self._tool = None if self._tool_kind == "none" else PythonTool(limits, is_function=is_function)
 
     @abstractmethod
     def question(self, row: Row) -> str:
@@ -60,8 +58,11 @@ class QuestionTask(ABC):
         return None
 
     def make_env(self, row: Row) -> ToolEnv:
-        tools: tuple[Tool, ...] = () if self._tool is None else (self._tool,)
-        return ToolEnv(conversation=self.conversation(row), tools=tools, grade=partial(self.grade, row))
+        conversation, grade = self.conversation(row), partial(self.grade, row)
+        if self._tool_kind == "none":
+            return ToolEnv(conversation=conversation, tools=(), grade=grade)
+        tool = self._python()
+        return ToolEnv(conversation=conversation, tools=(tool,), grade=grade, on_close=tool.close)
 
     def demonstrate(self, row: Row) -> Conversation | None:
         return None
@@ -73,7 +74,7 @@ class QuestionTask(ABC):
         system = None
         if self.config.describes_tools:
             system = SystemContent(builtin_tools=("python",) if self._tool_kind == "python" else ())
-            declaration = None if self._tool is None else self._tool.declaration
+            declaration = self._python().declaration if self._tool_kind == "function" else None
             functions = () if declaration is None else (declaration,)
         has_developer = instructions is not None or bool(functions)
         developer = DeveloperContent(instructions=instructions, tools=functions) if has_developer else None
@@ -99,6 +100,9 @@ class QuestionTask(ABC):
             content_type="code" if self.config.describes_tools else None,
         )
         return call, tool_result("python", output, channel=Channel.ANALYSIS)
+
+    def _python(self) -> PythonTool:
+        return PythonTool(self._limits, is_function=self._tool_kind == "function")
 
     def answers_mentally(self, row: Row) -> bool:
         """Whether a demonstration does without the tool: always where there is none, else ``task.mental_share``."""

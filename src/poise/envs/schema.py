@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union
 
 from poise.harmony.messages import FunctionTool
+from poise.harmony.parser import ArgumentError, json_arguments, json_kind
 
 _SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
@@ -48,12 +49,9 @@ def check_arguments(content: str, schema: Mapping[str, Any] | None) -> tuple[dic
     """The arguments of a call, and what is wrong with them in words ("" when nothing is)."""
     if not content.strip() and not (schema or {}).get("required"):
         return {}, ""
-    try:
-        arguments = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        return {}, f"arguments are no JSON: {error}"
-    if not isinstance(arguments, dict):
-        return {}, f"arguments must be a JSON object, got {_kind(arguments)}"
+    arguments = json_arguments(content)
+    if isinstance(arguments, ArgumentError):
+        return {}, arguments.reason
     properties = (schema or {}).get("properties", {})
     for name in arguments:
         if name not in properties:
@@ -110,7 +108,7 @@ def _mismatch(value: Any, schema: Mapping[str, Any], where: str) -> str:
     wanted = schema.get("type")
     allowed = [wanted] if isinstance(wanted, str) else list(wanted or ())
     if allowed and not any(_is_kind(value, kind) for kind in allowed):
-        return f"{where} must be {' or '.join(allowed)}, got {_kind(value)} {json.dumps(value)[:80]}"
+        return f"{where} must be {' or '.join(allowed)}, got {json_kind(value)} {json.dumps(value)[:80]}"
     if "enum" in schema and value not in schema["enum"]:
         return f"{where} must be one of {', '.join(map(repr, schema['enum']))}, got {json.dumps(value)[:80]}"
     if isinstance(value, list) and "items" in schema:
@@ -129,14 +127,7 @@ def _is_kind(value: Any, kind: str) -> bool:
         )
     if kind == "number":
         return not isinstance(value, bool) and isinstance(value, int | float)
-    return _kind(value) == kind
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
-    return names[type(value)]
+    return json_kind(value) == kind
 
 
 def _read_docstring(docstring: str) -> tuple[str, dict[str, str]]:

@@ -15,14 +15,22 @@ class ToolEnv:
 
     ``grade(transcript)`` takes everything after the prompt: the policy's messages and the tools' results. An action
     whose last message is a call gets the results of all its calls; calls before a last message that is none are not
-    run, since nobody waits for them. ``Outcome.metrics`` gains "tool_calls" and "tool_errors".
+    run, since nobody waits for them. ``on_close`` gives back what the tools hold. ``Outcome.metrics`` gains
+    "tool_calls" and "tool_errors".
     """
 
-    def __init__(self, *, conversation: Conversation, tools: Sequence[Tool], grade: Grade) -> None:
+    def __init__(
+        self,
+        *,
+        conversation: Conversation,
+        tools: Sequence[Tool],
+        grade: Grade,
+        on_close: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         self.conversation = conversation
         self.tools = {tool.name: tool for tool in tools}
         self.transcript: list[Message] = []
-        self._grade = grade
+        self._grade, self._on_close = grade, on_close
         self._num_calls = self._num_errors = 0
 
     async def reset(self) -> Conversation:
@@ -45,7 +53,8 @@ class ToolEnv:
         return Outcome(reward=outcome.reward, metrics={**outcome.metrics, **counts})
 
     async def close(self) -> None:
-        """Nothing to give back: a snippet is gone when its call returns."""
+        if self._on_close is not None:
+            await self._on_close()
 
 
 def answer_text(transcript: Sequence[Message]) -> str:

@@ -5,15 +5,16 @@ unknown names, arguments that do not parse, wrong arguments and exceptions are e
 """
 
 import asyncio
+import hashlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from poise.envs.schema import check_arguments, declaration_of
 from poise.harmony.messages import Channel, FunctionTool, Message, tool_result
-from poise.sandbox import Limits, SandboxError, run_python
+from poise.sandbox import Limits, Sandbox, SandboxError, Session
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,63}")
 
@@ -50,18 +51,23 @@ class Tool(Protocol):
     async def __call__(self, content: str) -> ToolOutput: ...
 
 
-@dataclass(frozen=True)
 class PythonTool:
-    """Runs the call's content in the sandbox.
+    """A stateful interpreter in the sandbox, of one episode: variables persist from call to call until ``close``.
 
     ``is_function`` False: the tool "python" that GPT-OSS was trained with, raw code; True: a declared tool
-    "functions.python" with the JSON argument ``code``. Nothing is remembered between calls.
+    "functions.python" with the JSON argument ``code``. The interpreter starts with the first call, and its random
+    numbers from that call's code: the same calls give the same answers, and different ones different numbers.
     """
 
-    limits: Limits = field(default_factory=Limits)
-    is_function: bool = False
+    is_independent = False
 
-    is_independent = True
+    def __init__(
+        self, limits: Limits | None = None, *, is_function: bool = False, sandbox: Sandbox | None = None
+    ) -> None:
+        self._limits = limits or Limits()
+        self._sandbox = sandbox or Sandbox()
+        self._session: Session | None = None
+        self.is_function = is_function
 
     @property
     def name(self) -> str:
@@ -74,7 +80,7 @@ class PythonTool:
         code = {"type": "string", "description": "Python code; the value of a last expression is shown."}
         return FunctionTool(
             name="python",
-            description="Runs Python code and returns what it prints.",
+            description="Runs Python code in a stateful interpreter and returns what it prints.",
             parameters={"type": "object", "properties": {"code": code}, "required": ["code"]},
         )
 
@@ -85,10 +91,19 @@ class PythonTool:
                 return ToolOutput(text=f"Error: {problem}", is_error=True)
             content = arguments["code"]
         try:
-            result = await run_python(content, limits=self.limits)
+            if self._session is None:
+                digest = hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()
+                self._session = self._sandbox.session(self._limits, seed=int.from_bytes(digest[:4], "big"))
+            result = await self._session.run(content)
         except SandboxError as error:
             raise ToolServerError(str(error)) from error
         return ToolOutput(text=result.text, is_error=result.is_error)
+
+    async def close(self) -> None:
+        """Ends the interpreter."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
 
 
 @dataclass(frozen=True)

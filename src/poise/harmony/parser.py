@@ -1,6 +1,7 @@
 """What a policy sampled, as messages or as a typed error."""
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,16 +89,14 @@ def parse(token_ids: Sequence[int], tokenizer: HarmonyTokenizer) -> ParsedAction
         position = end + 2
 
 
-def json_arguments(message: Message) -> dict[str, Any] | ArgumentError:
-    """The arguments of a function call: the message's content as a JSON object."""
+def json_arguments(content: str) -> dict[str, Any] | ArgumentError:
+    """The arguments of a function call: its content as a JSON object, in which NaN and Infinity are no numbers."""
     try:
-        arguments = json.loads(message.content, parse_constant=_refuse_constant)
-    except RecursionError:
-        return ArgumentError(reason="The arguments are nested too deeply.")
-    except ValueError as error:
-        return ArgumentError(reason=f"The arguments are not valid JSON: {error}.")
+        arguments = json.loads(content, parse_constant=_refuse_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        return ArgumentError(reason=f"arguments are no JSON: {error}")
     if not isinstance(arguments, dict):
-        return ArgumentError(reason=f"The arguments must be a JSON object, not {_json_kind(arguments)}.")
+        return ArgumentError(reason=f"arguments must be a JSON object, got {json_kind(arguments)}")
     return arguments
 
 
@@ -180,6 +179,16 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _json_kind(value: Any) -> str:
-    kinds: dict[type, str] = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
-    return kinds.get(type(value), "a number")
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(f"{digits[:20]} is too large")
+    return number
+
+
+def json_kind(value: Any) -> str:
+    """JSON's name for the type of a value: "object", "array", "string", "number", "integer", "boolean", "null"."""
+    if value is None:
+        return "null"
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return names[type(value)]

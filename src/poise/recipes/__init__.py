@@ -3,6 +3,8 @@
 from collections.abc import Callable
 
 from poise.config import Config
-from poise.recipes.tiny import arithmetic_tiny, gsm8k_tiny
+from poise.recipes.tiny import arithmetic_tiny, gsm8k_tiny, retool_tiny, verifyif_tiny
 
-RECIPES: dict[str, Callable[[], Config]] = {recipe.__name__: recipe for recipe in (arithmetic_tiny, gsm8k_tiny)}
+RECIPES: dict[str, Callable[[], Config]] = {
+    recipe.__name__: recipe for recipe in (arithmetic_tiny, gsm8k_tiny, retool_tiny, verifyif_tiny)
+}

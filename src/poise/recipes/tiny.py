@@ -45,3 +45,44 @@ def gsm8k_tiny() -> Config:
         warm_start=WarmStartConfig(steps=400, demonstrations_per_step=16, learning_rate=2e-3, warmup_steps=30),
         run=RunConfig(name="gsm8k_tiny", steps=20),
     )
+
+
+def retool_tiny() -> Config:
+    """The same policy on mathematics with a code interpreter over many turns (AIME, MATH-500). Shows the loop only."""
+    return Config(
+        model=TINY,
+        task=TaskConfig(name="retool", describes_tools=False),
+        rollout=RolloutConfig(
+            groups_per_step=4, group_size=8, max_turns=4, max_action_tokens=128, max_context_tokens=1024, num_slots=32
+        ),
+        algorithm=AlgorithmConfig(),
+        optimizer=OptimizerConfig(learning_rate=3e-5),
+        warm_start=WarmStartConfig(steps=60, demonstrations_per_step=16, learning_rate=2e-3, warmup_steps=10),
+        run=RunConfig(name="retool_tiny", steps=5, eval_problems=64),
+    )
+
+
+def verifyif_tiny() -> Config:
+    """The same policy learns to follow a few verifiable instructions: a title, quotation marks, a last sentence."""
+    return Config(
+        model=TINY,
+        task=TaskConfig(
+            name="verifyif",
+            describes_tools=False,
+            instructions=(
+                "detectable_content:postscript",
+                "detectable_format:title",
+                "punctuation:no_comma",
+                "startend:end_checker",
+                "startend:quotation",
+            ),
+            max_instructions=2,
+        ),
+        rollout=RolloutConfig(
+            groups_per_step=8, group_size=8, max_turns=1, max_action_tokens=112, max_context_tokens=448, num_slots=64
+        ),
+        algorithm=AlgorithmConfig(),
+        optimizer=OptimizerConfig(learning_rate=1e-4),
+        warm_start=WarmStartConfig(steps=250, demonstrations_per_step=16, learning_rate=2e-3, warmup_steps=20),
+        run=RunConfig(name="verifyif_tiny", steps=30),
+    )

@@ -5,8 +5,12 @@ BIN := $(VENV)/bin
 # Without its dependencies: the checkers of verifyif need the copy of nltk's punkt_tab inside, nothing else.
 NLTK_DATA := llama-index-core==0.14.25
 INSTALLED := $(VENV)/.installed
+# vLLM has an environment of its own, with a torch and a Python of its own: Python 3.11.
+VLLM_PYTHON ?= python3.11
+VLLM_VENV := .venv-vllm
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
-.PHONY: train test test-adapters lint clean
+.PHONY: train test test-adapters lint vllm test-vllm clean
 
 train: $(INSTALLED)
 	$(BIN)/poise train arithmetic_tiny
@@ -31,6 +35,17 @@ $(ADAPTERS)/.installed: $(INSTALLED) Makefile
 	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		gem-llm==0.1.0 openenv-core==0.3.0 msgspec==0.23.0 nltk==3.10.4
 	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check fastmcp==4.2.3 fastapi==0.165.0 uvicorn==0.54.0
+
+# vLLM for CPUs and poise's plugin for it, in $(VLLM_VENV).
+vllm: $(VLLM_INSTALLED)
+
+test-vllm: $(INSTALLED) $(VLLM_INSTALLED)
+	$(BIN)/python -m pytest tests/vllm
+
+$(VLLM_INSTALLED): plugins/vllm/requirements.txt plugins/vllm/pyproject.toml
+	$(VLLM_PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement plugins/vllm/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable plugins/vllm
 	touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -42,3 +57,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 clean:
 	rm -rf $(VENV) $(ADAPTERS)
+
+	rm -rf $(VENV) $(VLLM_VENV)

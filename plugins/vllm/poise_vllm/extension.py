@@ -1,0 +1,37 @@
+"""Methods that vLLM adds to its workers; ``POST /collective_rpc`` calls them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from poise_vllm import __version__
+from poise_vllm.folder import checkpoint_shapes, checkpoint_tensors
+from poise_vllm.update import update_model
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class, whose attributes (``model_runner``, ``vllm_config``, ``device``) it uses."""
+
+    def poise_describe(self) -> dict[str, Any]:
+        """What the trainer must know of this worker: versions, device, types. Only plain types: vLLM serializes no other."""
+        import vllm
+
+        return {
+            "plugin": __version__,
+            "vllm": vllm.__version__,
+            "torch": str(torch.__version__),
+            "device": str(self.device),
+            "dtype": str(self.vllm_config.model_config.dtype).removeprefix("torch."),
+        }
+
+    def poise_load_folder(self, folder: str) -> dict[str, Any]:
+        """A whole update from a Hugging Face checkpoint folder that every worker can read."""
+        from vllm.config import set_current_vllm_config
+
+        path = Path(folder)
+        shapes = checkpoint_shapes(path)
+        tensors = ((name, tensor.to(self.device)) for name, tensor in checkpoint_tensors(path))
+        with set_current_vllm_config(self.vllm_config):
+            update_model(self.model_runner.get_model(), self.vllm_config.model_config, shapes, tensors)
+        return {"tensors": len(shapes)}

@@ -44,7 +44,7 @@ test-vllm: $(INSTALLED) $(VLLM_INSTALLED)
 
 $(VLLM_INSTALLED): plugins/vllm/requirements.txt plugins/vllm/pyproject.toml
 	$(VLLM_PYTHON) -m venv --clear $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement plugins/vllm/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --requirement plugins/vllm/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable plugins/vllm
 	touch $@
 

@@ -56,6 +56,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(ADAPTERS)
-
-	rm -rf $(VENV) $(VLLM_VENV)
+	rm -rf $(VENV) $(ADAPTERS) $(VLLM_VENV)

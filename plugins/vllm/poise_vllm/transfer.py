@@ -23,7 +23,7 @@ from poise_vllm.update import update_model
 @dataclass
 class InitInfo(WeightTransferInitInfo):
     """Where the trainer waits. ``first_rank``: the group's rank of this server's worker 0. ``timeout_s``: of each
-    broadcast. ``name``: keeps a group apart from an earlier one with the same store."""
+    broadcast."""
 
     backend: str
     host: str
@@ -31,7 +31,6 @@ class InitInfo(WeightTransferInitInfo):
     world_size: int
     first_rank: int
     timeout_s: float
-    name: str
 
 
 @dataclass
@@ -58,8 +57,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         rank = init_info.first_rank + self.parallel_config.rank
         timeout = timedelta(seconds=init_info.timeout_s)
         store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timeout)
-        prefixed = torch.distributed.PrefixStore(init_info.name, store)
-        self._group = process_group(init_info.backend, prefixed, rank, init_info.world_size, timeout)
+        self._group = process_group(init_info.backend, store, rank, init_info.world_size, timeout)
 
     def start_weight_update(self) -> None:
         if self._group is None:

@@ -4,11 +4,12 @@ Both need poise's plugin in the server (``plugins/vllm``). What arrived is prove
 """
 
 import asyncio
+import json
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,13 +17,15 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import BroadcastOptions, ProcessGroupGloo, TCPStore
 
 from poise.config import ConfigError, RunError
 from poise.engine.http import EngineError, Outage, Servers
 from poise.model import GptOss, GptOssConfig, save_model
 from poise.model.config import FULL, SLIDING
+from poise.train.diagnosis import Older
 
 _EXPERTS = ".mlp.experts."
 _KINDS = {"float32": "fp32", "bfloat16": "bf16"}
@@ -42,9 +45,17 @@ class ServerKind:
 
 
 class Route(Protocol):
-    """A way for weights. ``push`` returns when every server holds ``model``'s; raises SyncError otherwise."""
+    """A way for weights. Raises SyncError where they did not arrive.
+
+    ``push``: returns when every server holds ``model``'s. ``give``: the weights pushed last to one server, which came
+    back from a restart. ``older``: those of the push before the last.
+    """
 
     async def push(self, model: GptOss) -> None: ...
+
+    async def give(self, url: str) -> None: ...
+
+    def older(self) -> Older | None: ...
 
     async def close(self) -> None: ...
 
@@ -86,15 +97,6 @@ async def server_kind(servers: Servers) -> ServerKind:
     return ServerKind(dtype=getattr(torch, dtype), device=device)
 
 
-def served_shapes(model: GptOss) -> dict[str, list[int]]:
-    """Name and shape of each tensor of ``served_tensors``, without touching a weight."""
-    shapes: dict[str, list[int]] = {}
-    for name, parameter in model.named_parameters():
-        for part in _parts(name, len(parameter)):
-            shapes[part] = list(parameter.shape[1:] if part != name else parameter.shape)
-    return shapes
-
-
 def served_tensors(model: GptOss, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """The model's parameters as ``dtype``, in Hugging Face's names but one tensor per expert: the only form of experts
     that a vLLM which is already serving loads. One at a time; a sharded parameter is gathered when its turn comes."""
@@ -113,119 +115,157 @@ def _parts(name: str, length: int) -> list[str]:
 
 class FolderRoute:
     """Writes a checkpoint that every server then reads: works with every vLLM that has worker extensions, and across
-    machines where ``folder`` is on a file system that they share. Only the newest checkpoint is kept."""
+    machines where ``folder`` is on a file system that they share. The two newest checkpoints are kept: the current
+    weights, for servers that come back from a restart, and those before, for a diagnosis."""
 
     def __init__(self, servers: Servers, kind: ServerKind, folder: Path) -> None:
         self.servers, self.kind, self.folder = servers, kind, folder.resolve()
-        self.current: Path | None = None
+        self._kept: list[Path] = []
         self._count = 0
 
     async def push(self, model: GptOss) -> None:
-        await asyncio.to_thread(self.write, model)
-        for server in self.servers.all:
-            await self.give(server.url)
+        await asyncio.to_thread(self._write, model)
+        await asyncio.gather(*(self.give(server.url) for server in self.servers.all))
 
-    def write(self, model: GptOss) -> Path:
-        """The newest checkpoint. The one before goes away only now: a server may have been reading it."""
+    async def give(self, url: str) -> None:
+        path = self._kept[-1]
+        try:
+            await _call(self.servers, url, "poise_load_folder", str(path))
+        except (Outage, EngineError) as error:
+            raise SyncError(f"{url} did not load {path}: {error}") from error
+
+    def older(self) -> Older | None:
+        return stored_parameters(self._kept[-2]) if len(self._kept) > 1 else None
+
+    async def close(self) -> None:
+        for path in self._kept:
+            shutil.rmtree(path)
+        self._kept.clear()
+
+    def _write(self, model: GptOss) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         while (path := self.folder / f"weights_{self._count:06d}").exists():
             self._count += 1
         save_model(model, path, "fp32" if self.kind.dtype == torch.float32 else "bf16")
-        if self.current is not None:
-            shutil.rmtree(self.current)
-        self.current = path
-        return path
-
-    async def give(self, url: str) -> None:
-        """The newest checkpoint to one server, as when it came back from a restart. Raises SyncError."""
-        try:
-            await _call(self.servers, url, "poise_load_folder", str(self.current))
-        except (Outage, EngineError) as error:
-            raise SyncError(f"{url} did not load {self.current}: {error}") from error
-
-    async def close(self) -> None:
-        """Removes the checkpoint."""
-        if self.current is not None:
-            shutil.rmtree(self.current)
-            self.current = None
+        self._kept.append(path)
+        while len(self._kept) > 2:
+            shutil.rmtree(self._kept.pop(0))
 
 
 class TransferRoute:
     """Broadcasts each tensor to the workers of all servers: gloo to CPUs, NCCL to GPUs; nothing is written to disk.
 
-    The servers need ``--weight-transfer-config '{"backend": "poise"}'``. The group is made at the first ``push``, and
-    again after one that failed or after a server was restarted. ``timeout_s``: how long a worker waits for a tensor.
+    The servers need ``--weight-transfer-config '{"backend": "poise"}'``. Copies of the current weights and of those
+    before stay in this machine's memory, in the servers' type. The group is made at the first ``push``, and again after
+    one that failed, as it does when a server was restarted. ``timeout_s``: how long a worker waits for a tensor.
     """
 
     def __init__(self, servers: Servers, kind: ServerKind, *, timeout_s: float = 300.0) -> None:
         self.servers, self.kind, self.timeout_s = servers, kind, timeout_s
-        self._group: Any = None
-        self._store: TCPStore | None = None
-        self._count = 0
+        self._group: _Group | None = None
+        self._kept: list[dict[str, Tensor]] = []
 
     async def push(self, model: GptOss) -> None:
+        weights = {name: tensor.to("cpu", copy=True) for name, tensor in served_tensors(model, self.kind.dtype)}
+        self._kept = [*self._kept[-1:], weights]
         try:
             if self._group is None:
-                await self._connect()
-            await self._send(model)
+                self._group = await _connect([server.url for server in self.servers.all], self.servers, self)
+            await self._group.send(weights)
         except (Outage, EngineError, RuntimeError) as error:
             self._group = None
             raise SyncError(f"the weights did not reach the servers: {error}") from error
 
-    async def close(self) -> None:
-        self._group = self._store = None
-
-    async def _connect(self) -> None:
-        backend = "gloo" if self.kind.device == "cpu" else "nccl"
-        answers = await self.servers.ask_all("GET", "/get_world_size")
-        sizes = [int(answer["world_size"]) for answer in answers]
-        host = _address_towards(self.servers.all[0].url)
-        if self._store is None:
-            timeout = timedelta(seconds=self.timeout_s)
-            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        self._count += 1
-        name, world_size = f"poise/{self._count}", 1 + sum(sizes)
-        inits = []
-        for index, server in enumerate(self.servers.all):
-            init_info = {
-                "backend": backend, "host": host, "port": self._store.port, "world_size": world_size,
-                "first_rank": 1 + sum(sizes[:index]), "timeout_s": self.timeout_s, "name": name,
-            }  # fmt: skip
-            body = {"init_info": init_info}
-            inits.append(self.servers.ask(server.url, "POST", "/init_weight_transfer_engine", json=body))
-        open_mine = asyncio.to_thread(_process_group, backend, self._store, name, world_size, self.timeout_s)
-        self._group, *_ = await asyncio.gather(open_mine, *inits)
-
-    async def _send(self, model: GptOss) -> None:
-        shapes = served_shapes(model)
-        info = {
-            "names": list(shapes),
-            "shapes": list(shapes.values()),
-            "dtype": str(self.kind.dtype).removeprefix("torch."),
-        }
-        await self.servers.ask_all("POST", "/start_weight_update", json={})
-        stop = threading.Event()
-        sending = asyncio.create_task(asyncio.to_thread(self._broadcast, model, stop))
+    async def give(self, url: str) -> None:
+        self._group = None  # the server that came back is not in it any more
         try:
-            await self.servers.ask_all("POST", "/update_weights", json={"update_info": info})
+            group = await _connect([url], self.servers, self)
+            await group.send(self._kept[-1])
+        except (Outage, EngineError, RuntimeError) as error:
+            raise SyncError(f"the weights did not reach {url}: {error}") from error
+
+    def older(self) -> Older | None:
+        if len(self._kept) < 2:
+            return None
+        weights = self._kept[-2]
+
+        def parameter(name: str) -> Tensor:
+            if name in weights:
+                return weights[name]
+            prefix, _, part = name.partition(_EXPERTS)
+            stack = list[Tensor]()
+            while (one := weights.get(f"{prefix}{_EXPERTS}{len(stack)}.{part}")) is not None:
+                stack.append(one)
+            return torch.stack(stack)
+
+        return parameter
+
+    async def close(self) -> None:
+        self._group = None
+        self._kept.clear()
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The trainer, rank 0, and the workers of the servers at ``urls``."""
+
+    urls: tuple[str, ...]
+    servers: Servers
+    store: TCPStore
+    group: Any
+    device: torch.device
+
+    async def send(self, weights: Mapping[str, Tensor]) -> None:
+        """One whole update. Raises Outage, EngineError or RuntimeError; the group is then of no use any more."""
+        info = {
+            "names": list(weights),
+            "shapes": [list(tensor.shape) for tensor in weights.values()],
+            "dtype": str(next(iter(weights.values())).dtype).removeprefix("torch."),
+        }
+        await self._ask("/start_weight_update", {})
+        stop = threading.Event()
+        sending = asyncio.create_task(asyncio.to_thread(self._broadcast, weights, stop))
+        try:
+            await self._ask("/update_weights", {"update_info": info})
         except BaseException:
             stop.set()  # nobody receives any more: without this, the thread would wait until the time is out
             await asyncio.gather(sending, return_exceptions=True)
             raise
         await sending
-        await self.servers.ask_all("POST", "/finish_weight_update", json={})
+        await self._ask("/finish_weight_update", {})
 
-    def _broadcast(self, model: GptOss, stop: threading.Event) -> None:
+    async def _ask(self, path: str, body: Mapping[str, Any]) -> None:
+        await asyncio.gather(*(self.servers.ask(url, "POST", path, json=body) for url in self.urls))
+
+    def _broadcast(self, weights: Mapping[str, Tensor], stop: threading.Event) -> None:
         options = BroadcastOptions()
         options.rootRank = 0
-        device = torch.device("cpu") if self.kind.device == "cpu" else model.lm_head.weight.device
-        for _, tensor in served_tensors(model, self.kind.dtype):
-            work = self._group.broadcast([tensor.to(device)], options)
+        for tensor in weights.values():
+            work = self.group.broadcast([tensor.to(self.device)], options)
             while not work.is_completed():
                 if stop.is_set():
                     raise RuntimeError("a server gave up while it was receiving")
                 time.sleep(_POLL_S)
             work.wait()
+
+
+async def _connect(urls: Sequence[str], servers: Servers, route: TransferRoute) -> _Group:
+    """Makes a new group with the workers behind ``urls``."""
+    answers = await asyncio.gather(*(servers.ask(url, "GET", "/get_world_size") for url in urls))
+    sizes = [int(answer["world_size"]) for answer in answers]
+    backend = "gloo" if route.kind.device == "cpu" else "nccl"
+    host, timeout = _address_towards(urls[0]), timedelta(seconds=route.timeout_s)
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    inits = []
+    for index, url in enumerate(urls):
+        init_info = {
+            "backend": backend, "host": host, "port": store.port, "world_size": 1 + sum(sizes),
+            "first_rank": 1 + sum(sizes[:index]), "timeout_s": route.timeout_s,
+        }  # fmt: skip
+        inits.append(servers.ask(url, "POST", "/init_weight_transfer_engine", json={"init_info": init_info}))
+    group, *_ = await asyncio.gather(asyncio.to_thread(_process_group, backend, store, 1 + sum(sizes), timeout), *inits)
+    device = torch.device("cpu" if backend == "gloo" else "cuda")
+    return _Group(urls=tuple(urls), servers=servers, store=store, group=group, device=device)
 
 
 async def forget_cached_keys(servers: Servers) -> None:
@@ -237,13 +277,27 @@ async def forget_cached_keys(servers: Servers) -> None:
             raise SyncError("a server kept cached keys of the old weights: /reset_prefix_cache was refused")
 
 
-def _process_group(backend: str, store: TCPStore, name: str, world_size: int, timeout_s: float) -> Any:
-    prefixed, timeout = PrefixStore(name, store), timedelta(seconds=timeout_s)
+def stored_parameters(folder: Path) -> Older:
+    """Reads single parameters of a checkpoint that is not packed in MXFP4. Raises KeyError for a name it has not."""
+    index = folder / "model.safetensors.index.json"
+    files = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+
+    def parameter(name: str) -> Tensor:
+        with safe_open(folder / files.get(name, "model.safetensors"), framework="pt", device="cpu") as file:
+            if name not in file.keys():  # noqa: SIM118 - a handle is no mapping
+                raise KeyError(name)
+            return file.get_tensor(name)
+
+    return parameter
+
+
+def _process_group(backend: str, store: TCPStore, world_size: int, timeout: timedelta) -> Any:
+    """Apart from torch's global group, which the trainer may have for itself."""
     if backend == "gloo":
-        return ProcessGroupGloo(prefixed, 0, world_size, timeout)
+        return ProcessGroupGloo(store, 0, world_size, timeout)
     options = torch.distributed.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return torch.distributed.ProcessGroupNCCL(prefixed, 0, world_size, options)
+    return torch.distributed.ProcessGroupNCCL(store, 0, world_size, options)
 
 
 def _address_towards(url: str) -> str:

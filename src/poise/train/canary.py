@@ -1,0 +1,116 @@
+"""Proof that the weights arrived: a few fixed sequences, scored by the server and by the trainer itself.
+
+A server that keeps some old parameters answers every request as before, only with another policy's tokens. After each
+update it is asked for the log-probabilities of sequences that pass through every part of the model; where they are not
+the trainer's, the run stops and ``poise.train.diagnosis`` says which parameters look stale.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from poise.config import RunError
+from poise.model import GptOss
+from poise.model.gpt_oss import packed_attend, top_k_route
+from poise.ops.log_probs import token_log_probs
+from poise.train.diagnosis import Diagnosis, Older, diagnose
+from poise.train.replay import recording_route
+
+NUM_CANDIDATES = 24
+# Largest difference of a token's log-prob, nats, that is arithmetic and not another policy, by the server's type.
+TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+Score = Callable[[Sequence[int]], Awaitable[list[float]]]
+
+
+class CanaryError(RunError):
+    """The server's policy is not the trainer's. ``diagnosis`` says what explains the difference."""
+
+    def __init__(self, message: str, diagnosis: Diagnosis) -> None:
+        super().__init__(message)
+        self.diagnosis = diagnosis
+
+
+@dataclass(frozen=True, kw_only=True)
+class Canary:
+    """``sequences`` of token ids. ``unreached``: experts, as (layer, expert), that no token of them is routed to: if
+    those alone are stale it stays unseen, until the router sends tokens there."""
+
+    sequences: tuple[tuple[int, ...], ...]
+    unreached: tuple[tuple[int, int], ...]
+
+
+@torch.no_grad()
+def choose_canary(model: GptOss, *, seed: int, max_tokens: int, num_sequences: int = 6) -> Canary:
+    """Sequences that pass through as many experts as possible, and reach beyond the sliding window.
+
+    Random ids spread over the embedding, the head and the experts; the first tokens of a sequence see few keys, where
+    the sinks weigh most. Of ``NUM_CANDIDATES`` the one that reaches most experts not reached yet is taken, and so on.
+    ``max_tokens``: what the server can hold.
+    """
+    config = model.config
+    length = min(max_tokens - 1, config.sliding_window + 64)
+    generator = torch.Generator().manual_seed(seed)
+    candidates = torch.randint(config.vocab_size, (NUM_CANDIDATES, length), generator=generator).tolist()
+    reached = [_experts_of(model, sequence) for sequence in candidates]
+    missing = {(layer, expert) for layer in range(config.num_layers) for expert in range(config.num_experts)}
+    chosen: list[int] = []
+    while len(chosen) < num_sequences:
+        best = max((i for i in range(NUM_CANDIDATES) if i not in chosen), key=lambda i: len(reached[i] & missing))
+        chosen.append(best)
+        missing -= reached[best]
+    return Canary(sequences=tuple(tuple(candidates[i]) for i in chosen), unreached=tuple(sorted(missing)))
+
+
+@torch.no_grad()
+def trainer_scores(model: GptOss, canary: Canary) -> list[Tensor]:
+    """For each sequence the log-probs of its tokens but the first, at temperature 1, float64 [n - 1] on the CPU."""
+    device = model.lm_head.weight.device
+    scores = []
+    for sequence in canary.sequences:
+        ids = torch.tensor(sequence, device=device)
+        hidden = _hidden(model, ids[:-1], [])
+        scores.append(token_log_probs(hidden, model.lm_head.weight, ids[1:])[0].double().cpu())
+    return scores
+
+
+async def verify(
+    canary: Canary,
+    model: GptOss,
+    score: Score,
+    *,
+    tolerance: float,
+    older: Mapping[str, Older],
+    where: str,
+) -> float:
+    """Largest difference between the server's scores and the trainer's, nats. Raises CanaryError above ``tolerance``.
+
+    ``score(token_ids)``: the server's log-probs of tokens 1 .. n-1. ``older``: weights that the server may have kept,
+    by a name to call them ("of the update before"). ``where``: the server, for the message.
+    """
+    theirs = [torch.tensor(await score(sequence), dtype=torch.float64) for sequence in canary.sequences]
+    mine = trainer_scores(model, canary)
+    difference = max(float((a - b).abs().max()) for a, b in zip(theirs, mine, strict=True))
+    if difference <= tolerance:
+        return difference
+    diagnosis = diagnose(model, lambda: trainer_scores(model, canary), theirs, older=older, tolerance=tolerance)
+    raise CanaryError(
+        f"{where} does not have the trainer's weights: its log-probs differ by up to {difference:.3g} nats, "
+        f"{tolerance:g} is arithmetic; {diagnosis.sentence()}",
+        diagnosis,
+    )
+
+
+def _experts_of(model: GptOss, sequence: Sequence[int]) -> set[tuple[int, int]]:
+    recorded: list[Tensor] = []
+    _hidden(model, torch.tensor(sequence, device=model.lm_head.weight.device), recorded)
+    return {(layer, expert) for layer, routes in enumerate(recorded) for expert in routes.unique().tolist()}
+
+
+def _hidden(model: GptOss, ids: Tensor, recorded: list[Tensor]) -> Tensor:
+    """[n, D]; the experts of each layer are appended to ``recorded``."""
+    cu_seqlens = torch.tensor([0, len(ids)], dtype=torch.int32, device=ids.device)
+    positions = torch.arange(len(ids), device=ids.device)
+    route = recording_route(top_k_route(model.config.experts_per_token), recorded)
+    return model(ids, positions, packed_attend(cu_seqlens), route)

@@ -19,8 +19,8 @@ test: $(INSTALLED) lint
 	$(BIN)/python -m pytest -n 2
 
 lint: $(INSTALLED)
-	$(BIN)/ruff format --check src tests benchmarks
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks plugins
+	$(BIN)/ruff check src tests benchmarks plugins
 	$(BIN)/mypy
 
 # Environments of other projects, each with its own idea of common dependencies: apart from .venv, and on top of it.

@@ -15,8 +15,8 @@ LAYERS = 3
 
 def random_model(seed: int) -> GptOss:
     config = GptOssConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=LAYERS, num_heads=4, num_kv_heads=2, head_dim=16,
-        num_experts=6, experts_per_token=2, sliding_window=8, rope=RopeConfig(),
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=LAYERS, num_heads=4, num_kv_heads=2,
+        head_dim=16, num_experts=6, experts_per_token=2, sliding_window=8, rope=RopeConfig(),
     )  # fmt: skip
     model = GptOss(config).init_weights(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -46,9 +46,7 @@ def canary(new):
 def check(canary, new, old, server, **arguments):
     """The trainer has ``new``, the server's model is ``server``."""
     older = {"as before the update": dict(old.named_parameters()).__getitem__}
-    sequences = {
-        sequence: scores for sequence, scores in zip(canary.sequences, trainer_scores(server, canary), strict=True)
-    }
+    sequences = dict(zip(canary.sequences, trainer_scores(server, canary), strict=True))
 
     async def score(token_ids):
         return sequences[tuple(token_ids)].tolist()

@@ -72,7 +72,17 @@ class Process:
                 port = probe.getsockname()[1]
         self.port, self.url, self.log = port, f"http://127.0.0.1:{port}", log
         module = "vllm.entrypoints.openai.api_server"
-        self.command = [str(PYTHON), "-m", module, "--model", str(checkpoint), "--host", "127.0.0.1", "--port", str(port)]
+        self.command = [
+            str(PYTHON),
+            "-m",
+            module,
+            "--model",
+            str(checkpoint),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
         self.command += [*FLAGS, *flags]
         self.start()
 

@@ -1,15 +1,16 @@
 """Updates of a real vLLM server: whole by each route, and caught by the canary where they are not."""
 
 import asyncio
+import contextlib
 import copy
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 import torch
-
 from conftest import CONTEXT, STOP_IDS, VOCAB
-from poise.engine.http import Servers
+
+from poise.engine.http import Outage, Servers
 from poise.engine.vllm import VllmEngine
 from poise.model import save_model
 from poise.model.gpt_oss import packed_attend
@@ -47,11 +48,19 @@ async def engine_at(*processes, temperature=1.0, routes_shape=None):
         await engine.close()
 
 
+async def scores(engine, token_ids):
+    """An answer 500 closes its connection, which the next request may still find open."""
+    for _ in range(3):
+        with contextlib.suppress(Outage):
+            return await engine.score(token_ids)
+    return await engine.score(token_ids)
+
+
 async def largest_difference(engine, model):
     """Between the server's prompt log-probs and the trainer's."""
     worst = 0.0
     for token_ids in sequences():
-        theirs = torch.tensor(await engine.score(token_ids))
+        theirs = torch.tensor(await scores(engine, token_ids))
         worst = max(worst, float((theirs - trainer_log_probs(model, token_ids)).abs().max()))
     return worst
 
@@ -164,7 +173,7 @@ def test_the_canary_catches(server, model_a, model_b, tmp_path, fault):
 
 def test_the_rehearsal_moves_every_parameter_and_leaves_the_trainer_alone(server, model_a):
     async def run():
-        before = [parameter.clone() for parameter in model_a.parameters()]
+        before = [parameter.detach().clone() for parameter in model_a.parameters()]
         async with engine_at(server) as engine:
             sync = await weight_sync(engine, model_a, folder=None, max_context_tokens=CONTEXT)
             await sync.rehearse(model_a, 0, mark="step 0")
@@ -172,7 +181,7 @@ def test_the_rehearsal_moves_every_parameter_and_leaves_the_trainer_alone(server
             assert await engine.read_mark(server.url) == "step 0"
             # What the servers had before the last push is far from what they have now.
             moved, current = sync.route.older(), dict(model_a.named_parameters())
-            assert all(float((moved(name) - value).abs().max()) > 0.01 for name, value in current.items())
+            assert all(float((moved(name) - value.detach()).abs().max()) > 0.01 for name, value in current.items())
         assert all(torch.equal(a, b) for a, b in zip(before, model_a.parameters(), strict=True))
 
     asyncio.run(run())

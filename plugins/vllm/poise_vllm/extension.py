@@ -7,14 +7,14 @@ import torch
 
 from poise_vllm import __version__
 from poise_vllm.folder import checkpoint_shapes, checkpoint_tensors
-from poise_vllm.update import update_model
+from poise_vllm.update import check_shapes, expected_shapes, update_model
 
 
 class WorkerExtension:
     """Mixed into vLLM's worker class, whose attributes (``model_runner``, ``vllm_config``, ``device``) it uses."""
 
     def poise_describe(self) -> dict[str, Any]:
-        """What the trainer must know of this worker: versions, device, types. Only plain types: vLLM serializes no other."""
+        """What the trainer must know of this worker: versions, device, type. In plain types: vLLM sends no others."""
         import vllm
 
         return {
@@ -24,6 +24,11 @@ class WorkerExtension:
             "device": str(self.device),
             "dtype": str(self.vllm_config.model_config.dtype).removeprefix("torch."),
         }
+
+    def poise_require_shapes(self, shapes: dict[str, list[int]]) -> None:
+        """Raises UpdateError where an update of these tensors would be refused: said before a group waits for it."""
+        announced = {name: tuple(shape) for name, shape in shapes.items()}
+        check_shapes(announced, expected_shapes(self.vllm_config.model_config.hf_config))
 
     def poise_load_folder(self, folder: str) -> dict[str, Any]:
         """A whole update from a Hugging Face checkpoint folder that every worker can read."""

@@ -1,7 +1,7 @@
 """Weight transfer engine ``poise``: the trainer broadcasts each tensor over a process group of its own.
 
-gloo between CPUs, NCCL between GPUs, both by torch alone: the trainer needs no vLLM. The trainer is rank 0 and keeps the
-store; the workers of all servers follow.
+gloo between CPUs, NCCL between GPUs, both by torch alone: the trainer needs no vLLM. The trainer is rank 0 and keeps
+the store; the workers of all servers follow.
 """
 
 from dataclasses import dataclass

@@ -15,14 +15,16 @@ class UpdateError(RuntimeError):
     """An update that is not this model's, or did not arrive whole."""
 
 
-def update_model(model: nn.Module, model_config: Any, shapes: Mapping[str, Shape], tensors: Iterable[tuple[str, Tensor]]) -> None:
+def update_model(
+    model: nn.Module, model_config: Any, shapes: Mapping[str, Shape], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
     """Gives the model that is being served the weights ``tensors``, one tensor per expert, in Hugging Face's names.
 
     Stock vLLM reloads layer by layer: the weight loaders collect a layer's tensors, convert them as at start-up, and
     copy them into the storage in use. Experts get there only when they come one by one
     (``model.layers.0.mlp.experts.3.down_proj``), sinks never do, and on CPUs the experts are left unpacked. Here they
-    all arrive. ``shapes`` announces what ``tensors`` will yield, and is checked before the model is touched: raises
-    UpdateError then, and also where the stream fails, after which the layers that had not arrived keep their old weights.
+    all arrive. ``shapes`` announces what ``tensors`` will yield, and is checked before the model is touched. Raises
+    UpdateError then, and also where the stream fails: layers that had not arrived by then keep their old weights.
     """
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 

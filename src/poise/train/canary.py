@@ -5,6 +5,7 @@ update it is asked for the log-probabilities of sequences that pass through ever
 the trainer's, the run stops and ``poise.train.diagnosis`` says which parameters look stale.
 """
 
+import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -66,13 +67,10 @@ def choose_canary(model: GptOss, *, seed: int, max_tokens: int, num_sequences: i
 @torch.no_grad()
 def trainer_scores(model: GptOss, canary: Canary) -> list[Tensor]:
     """For each sequence the log-probs of its tokens but the first, at temperature 1, float64 [n - 1] on the CPU."""
-    device = model.lm_head.weight.device
-    scores = []
-    for sequence in canary.sequences:
-        ids = torch.tensor(sequence, device=device)
-        hidden = _hidden(model, ids[:-1], [])
-        scores.append(token_log_probs(hidden, model.lm_head.weight, ids[1:])[0].double().cpu())
-    return scores
+    targets = [token for sequence in canary.sequences for token in sequence[1:]]
+    hidden = _hidden(model, [sequence[:-1] for sequence in canary.sequences], [])
+    log_probs, _ = token_log_probs(hidden, model.lm_head.weight, torch.tensor(targets, device=hidden.device))
+    return list(log_probs.double().cpu().split([len(sequence) - 1 for sequence in canary.sequences]))
 
 
 async def verify(
@@ -104,13 +102,15 @@ async def verify(
 
 def _experts_of(model: GptOss, sequence: Sequence[int]) -> set[tuple[int, int]]:
     recorded: list[Tensor] = []
-    _hidden(model, torch.tensor(sequence, device=model.lm_head.weight.device), recorded)
+    _hidden(model, [sequence], recorded)
     return {(layer, expert) for layer, routes in enumerate(recorded) for expert in routes.unique().tolist()}
 
 
-def _hidden(model: GptOss, ids: Tensor, recorded: list[Tensor]) -> Tensor:
-    """[n, D]; the experts of each layer are appended to ``recorded``."""
-    cu_seqlens = torch.tensor([0, len(ids)], dtype=torch.int32, device=ids.device)
-    positions = torch.arange(len(ids), device=ids.device)
+def _hidden(model: GptOss, sequences: Sequence[Sequence[int]], recorded: list[Tensor]) -> Tensor:
+    """[tokens, D] of the packed sequences; the experts of each layer are appended to ``recorded``."""
+    device, lengths = model.lm_head.weight.device, [len(sequence) for sequence in sequences]
+    ids = torch.tensor([token for sequence in sequences for token in sequence], device=device)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     route = recording_route(top_k_route(model.config.experts_per_token), recorded)
     return model(ids, positions, packed_attend(cu_seqlens), route)

@@ -1,7 +1,7 @@
 """From the trainer to the servers after each step: pause, push, forget old keys, name the weights, resume, prove it."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -45,8 +45,8 @@ class WeightSync:
         """Every server gets ``model``'s weights, under the name ``mark``; sampled tokens count as of ``version``.
 
         Requests under way are frozen meanwhile, and go on with the new weights: their keys and values are computed
-        again. Where a server does not answer, waits until it is back and pushes again (``engine.retries`` times). Raises
-        SyncError where it does not take the weights, and CanaryError where it took them and is another policy.
+        again. Where a server does not answer, waits until it is back and pushes again (``engine.retries`` times).
+        Raises SyncError where it does not take the weights, CanaryError where it took them and is another policy.
         """
         retries = self.engine.servers.retries
         for attempt in itertools.count(1):
@@ -74,10 +74,20 @@ class WeightSync:
         self.largest_difference = max(differences)
 
     async def _prove_one(self, model: GptOss, url: str, older: Mapping[str, Older]) -> float:
+        async def score(token_ids: Sequence[int]) -> list[float]:
+            for attempt in itertools.count(1):
+                try:
+                    return await self.engine.score(token_ids, url=url)
+                except Outage as error:  # a server that is gone came back without the weights: the canary shows it
+                    if attempt > self.engine.servers.retries:
+                        raise SyncError(f"the canary got no answer: {error}") from error
+                    await self.engine.servers.wait_until_healthy(url)
+            raise AssertionError
+
         return await verify(
             self.canary,
             model,
-            lambda token_ids: self.engine.score(token_ids, url=url),
+            score,
             tolerance=TOLERANCES[self.kind.dtype],
             older={name: value for name, value in older.items() if _is_like(value, model)},
             where=url,

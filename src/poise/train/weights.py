@@ -170,7 +170,7 @@ class TransferRoute:
         self._kept = [*self._kept[-1:], weights]
         try:
             if self._group is None:
-                self._group = await _connect([server.url for server in self.servers.all], self.servers, self)
+                self._group = await _connect([server.url for server in self.servers.all], self.servers, self, weights)
             await self._group.send(weights)
         except (Outage, EngineError, RuntimeError) as error:
             self._group = None
@@ -179,7 +179,7 @@ class TransferRoute:
     async def give(self, url: str) -> None:
         self._group = None  # the server that came back is not in it any more
         try:
-            group = await _connect([url], self.servers, self)
+            group = await _connect([url], self.servers, self, self._kept[-1])
             await group.send(self._kept[-1])
         except (Outage, EngineError, RuntimeError) as error:
             raise SyncError(f"the weights did not reach {url}: {error}") from error
@@ -249,8 +249,13 @@ class _Group:
             work.wait()
 
 
-async def _connect(urls: Sequence[str], servers: Servers, route: TransferRoute) -> _Group:
-    """Makes a new group with the workers behind ``urls``."""
+async def _connect(
+    urls: Sequence[str], servers: Servers, route: TransferRoute, weights: Mapping[str, Tensor]
+) -> _Group:
+    """Makes a new group with the workers behind ``urls``. They are asked first whether they would take ``weights``: a
+    broadcast that nobody receives waits until the time is out."""
+    shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
+    await asyncio.gather(*(_call(servers, url, "poise_require_shapes", shapes) for url in urls))
     answers = await asyncio.gather(*(servers.ask(url, "GET", "/get_world_size") for url in urls))
     sizes = [int(answer["world_size"]) for answer in answers]
     backend = "gloo" if route.kind.device == "cpu" else "nccl"
@@ -308,7 +313,7 @@ def _address_towards(url: str) -> str:
         return probe.getsockname()[0]
 
 
-async def _call(servers: Servers, url: str, method: str, *arguments: str) -> Any:
+async def _call(servers: Servers, url: str, method: str, *arguments: Any) -> Any:
     """One of the plugin's methods, on every worker of one server."""
     body = {"method": method, "args": list(arguments)}
     return await servers.ask(url, "POST", "/collective_rpc", json=body)

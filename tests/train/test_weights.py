@@ -116,7 +116,7 @@ def test_sinks_between_two_bfloat16_numbers_attend_exactly(plugin):
     torch.testing.assert_close(
         sinks_module.between(attention(below), attention(above), share.double()), exact, rtol=1e-8, atol=0
     )
-    assert float((attention(below) - exact).abs().max()) > 1e-3
+    assert float((attention(below) - exact).abs().max()) > 1e-4
     # A head that saw no value at all stays at 0.
     nothing = torch.zeros(7, 4, 6)
     assert torch.equal(sinks_module.between(nothing, nothing, share), nothing)

@@ -1,6 +1,7 @@
 """Puts the parts of a command together: policy, tokenizer, engine, task."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,17 +14,21 @@ from poise.envs import make_task
 from poise.envs.env import Task
 from poise.harmony import HarmonyTokenizer, Renderer, byte_tokenizer
 from poise.model import GptOss, GptOssConfig, RopeConfig, load_model
+from poise.parallel import ALONE, Mesh, empty_model, full_tensors, held_part, init_parts, peak_host_bytes
 from poise.plan import GIB, require_memory
+from poise.plan import Mesh as plan_mesh
 from poise.rollout import Limits
 from poise.sandbox import protection
 from poise.seeding import derive_seed
+from poise.train.checkpoint import load_weights
+from poise.train.sharded import is_sharded
 
 WEIGHTS_STREAM = 2  # part of a seed: keeps the weights' numbers apart from sampling's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What every command is made of."""
+    """What every command is made of. On a mesh the engine has a whole copy of the policy's weights on each rank."""
 
     model: GptOss
     tokenizer: HarmonyTokenizer
@@ -31,48 +36,25 @@ class Parts:
     engine: EmbeddedEngine
     task: Task
     limits: Limits
+    mesh: Mesh = ALONE
+
+    @torch.no_grad()
+    def publish(self, version: int) -> None:
+        """From here on the engine samples with the policy as it is now: ``version``. All ranks must call it."""
+        if self.engine.model is not self.model:
+            dtype = self.engine.model.lm_head.weight.dtype
+            whole = full_tensors(self.model, self.mesh, dtype)
+            for (_, value), target in zip(whole, self.engine.model.parameters(), strict=True):
+                target.copy_(value)
+        self.engine.new_policy_version(version)
 
 
-def assemble(config: Config, console: Console, *, trains: bool = True) -> Parts:
+def assemble(config: Config, console: Console, *, trains: bool = True, mesh: Mesh = ALONE) -> Parts:
     """Loads or makes the policy, checks that the run can fit, and says what protects the machine from the policy."""
-    device = device_of(config.model.device)
-    dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
     task = make_task(config.task)
-    if config.model.path is None:
-        tokenizer = byte_tokenizer()
-        model_config = new_model_config(config.model, tokenizer)
-        plan = require_memory(model_config, config, device, trains=trains)
-        model = GptOss(model_config)
-        model.init_weights(derive_seed(config.run.seed, WEIGHTS_STREAM))
-        model = model.to(device=device, dtype=dtype)
-    else:
-        folder = Path(config.model.path)
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"model.path {folder} has no config.json: not a checkpoint folder")
-        try:
-            model_config = GptOssConfig.from_hf_dict(json.loads((folder / "config.json").read_text()))
-            plan = require_memory(model_config, config, device, trains=trains)
-            tokenizer = HarmonyTokenizer.load(folder)
-            model = load_model(folder, dtype=dtype, device=device)
-        except ValueError as error:  # no JSON, an unknown field, a missing tensor: the message says which
-            raise ConfigError(f"model.path {folder}: {error}") from error
-    if config.rollout.max_context_tokens > model_config.max_context:
-        raise ConfigError(
-            f"rollout.max_context_tokens ({config.rollout.max_context_tokens}) exceeds the {model_config.max_context} "
-            f"positions of the model"
-        )
+    model, tokenizer = load_policy(config, console, trains=trains, mesh=mesh)
     renderer = Renderer(tokenizer)
-    engine = EmbeddedEngine(
-        model,
-        stop_ids=renderer.stop_ids,
-        return_id=tokenizer.return_,
-        num_slots=config.rollout.num_slots,
-        max_context_tokens=config.rollout.max_context_tokens,
-        max_prefill_tokens=config.rollout.max_prefill_tokens,
-        temperature=config.rollout.temperature,
-    )
-    console.line(f"policy: {sum(p.numel() for p in model.parameters()):,} parameters, {dtype} on {device}")
-    console.line(f"memory: up to {plan.peak / GIB:.2f} GiB, in {plan.peak_phase}; poise plan shows of what")
+    engine = embedded_engine(model if mesh.shards is None else _engine_model(model, config, mesh), tokenizer, config)
     console.line(f"sandbox: {protection()}")
     return Parts(
         model=model,
@@ -81,7 +63,92 @@ def assemble(config: Config, console: Console, *, trains: bool = True) -> Parts:
         engine=engine,
         task=task,
         limits=Limits.from_config(config.rollout),
+        mesh=mesh,
     )
+
+
+def load_policy(
+    config: Config, console: Console, *, trains: bool, mesh: Mesh = ALONE
+) -> tuple[GptOss, HarmonyTokenizer]:
+    """The checkpoint at ``model.path``, or a new model with a byte tokenizer; ConfigError for what cannot fit."""
+    device, dtype = mesh.device or device_of(config.model.device), compute_type(config.model)
+    degrees = plan_mesh(data=mesh.data, sequence=mesh.sequence, expert=mesh.expert)
+    if config.model.path is None:
+        tokenizer = byte_tokenizer()
+        model_config = new_model_config(config.model, tokenizer)
+        plan = require_memory(model_config, config, device, trains=trains, mesh=degrees)
+        model = new_policy(model_config, derive_seed(config.run.seed, WEIGHTS_STREAM), device, dtype, mesh)
+    else:
+        folder = Path(config.model.path)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"model.path {folder} has no config.json: not a checkpoint folder")
+        try:
+            model_config = GptOssConfig.from_hf_dict(json.loads((folder / "config.json").read_text()))
+            plan = require_memory(model_config, config, device, trains=trains, mesh=degrees)
+            tokenizer = HarmonyTokenizer.load(folder)
+            model = stored_policy(folder, model_config, device, dtype, mesh)
+        except ValueError as error:  # no JSON, an unknown field, a missing tensor: the message says which
+            raise ConfigError(f"model.path {folder}: {error}") from error
+    if config.rollout.max_context_tokens > model_config.max_context:
+        raise ConfigError(
+            f"rollout.max_context_tokens ({config.rollout.max_context_tokens}) exceeds the {model_config.max_context} "
+            f"positions of the model"
+        )
+    num_parameters = sum(math.prod(held_part(name, p, mesh).shape) for name, p in model.named_parameters())
+    console.line(f"policy: {num_parameters:,} parameters, {dtype} on {device}")
+    if mesh.shards is not None:
+        console.line(
+            f"mesh: data {mesh.data} x sequence {mesh.sequence} x expert {mesh.expert}; host memory of rank 0 after "
+            f"loading: {peak_host_bytes() / GIB:.2f} GiB at the peak"
+        )
+    console.line(f"memory: up to {plan.peak / GIB:.2f} GiB, in {plan.peak_phase}; poise plan shows of what")
+    return model, tokenizer
+
+
+def new_policy(config: GptOssConfig, seed: int, device: torch.device, dtype: torch.dtype, mesh: Mesh) -> GptOss:
+    """Random weights: the same numbers on every mesh."""
+    if mesh.shards is None:
+        return GptOss(config).init_weights(seed).to(device=device, dtype=dtype)
+    model = empty_model(config, mesh)
+    init_parts(model, seed, mesh)
+    return model
+
+
+def stored_policy(folder: Path, config: GptOssConfig, device: torch.device, dtype: torch.dtype, mesh: Mesh) -> GptOss:
+    """The policy in a Hugging Face folder, or in a checkpoint of a mesh."""
+    if mesh.shards is None and not is_sharded(folder):
+        return load_model(folder, dtype=dtype, device=device)
+    if mesh.shards is None:
+        with torch.device("meta"):
+            model = GptOss(config).to(dtype)
+        model = model.to_empty(device=device)
+    else:
+        model = empty_model(config, mesh)
+    load_weights(folder, model=model, mesh=mesh)
+    return model
+
+
+def embedded_engine(model: GptOss, tokenizer: HarmonyTokenizer, config: Config) -> EmbeddedEngine:
+    return EmbeddedEngine(
+        model,
+        stop_ids=tokenizer.stop_ids,
+        return_id=tokenizer.return_,
+        num_slots=config.rollout.num_slots,
+        max_context_tokens=config.rollout.max_context_tokens,
+        max_prefill_tokens=config.rollout.max_prefill_tokens,
+        temperature=config.rollout.temperature,
+    )
+
+
+def _engine_model(policy: GptOss, config: Config, mesh: Mesh) -> GptOss:
+    """A whole model for this rank's engine; ``Parts.publish`` fills it."""
+    with torch.device("meta"):
+        model = GptOss(policy.config).to(compute_type(config.model))
+    return model.to_empty(device=mesh.device).requires_grad_(False)
+
+
+def compute_type(config: ModelConfig) -> torch.dtype:
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
 
 def device_of(name: str) -> torch.device:

@@ -22,8 +22,8 @@ class Bar:
 class Console:
     """Lines and tables on stdout. Bars only on a terminal, so that a log file stays readable."""
 
-    def __init__(self) -> None:
-        self._rich = RichConsole(highlight=False, soft_wrap=True)
+    def __init__(self, *, is_silent: bool = False) -> None:
+        self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=is_silent)
         if not self._rich.is_terminal:
             self._rich.width = 1000  # a file has no width of its own: no cell of a table is cut
         self._progress = Progress(
@@ -42,7 +42,7 @@ class Console:
     @contextmanager
     def bar(self, description: str, total: int | None) -> Iterator[Bar]:
         """A bar, below those that are already there; without a ``total`` it only counts."""
-        if not self._rich.is_terminal:
+        if self._rich.quiet or not self._rich.is_terminal:
             yield Bar()
             return
         if not self._progress.tasks:

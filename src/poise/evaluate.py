@@ -19,6 +19,10 @@ class Evaluation:
     metrics: dict[str, float]
     episodes: list[list[Trajectory]]
 
+    @classmethod
+    def of(cls, episodes: list[list[Trajectory]]) -> "Evaluation":
+        return cls(num_problems=len(episodes), metrics=episode_metrics(episodes), episodes=episodes)
+
 
 async def evaluate(
     policy: Policy,
@@ -32,6 +36,36 @@ async def evaluate(
     on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
 ) -> Evaluation:
     """One episode for each of the first ``num_problems`` held-out rows (0: all), at most ``max_concurrent`` at once.
+
+    Raises ValueError where the task has no held-out rows.
+    """
+    return Evaluation.of(
+        await held_out_episodes(
+            policy,
+            renderer,
+            task,
+            num_problems=num_problems,
+            limits=limits,
+            seed=seed,
+            max_concurrent=max_concurrent,
+            on_episode=on_episode,
+        )
+    )
+
+
+async def held_out_episodes(
+    policy: Policy,
+    renderer: Renderer,
+    task: Task,
+    *,
+    num_problems: int,
+    limits: Limits,
+    seed: int,
+    max_concurrent: int,
+    on_episode: Callable[[Trajectory], None] = lambda trajectory: None,
+    share: slice = slice(None),
+) -> list[list[Trajectory]]:
+    """The episodes of ``evaluate``, or ``share`` of them: what an episode becomes depends on its problem alone.
 
     ENV_ERROR counts as reward 0: a grader that fails must not flatter the policy. Raises ValueError where the task has
     no held-out rows.
@@ -56,5 +90,4 @@ async def evaluate(
         on_episode(trajectories[0])
         return trajectories
 
-    episodes = list(await asyncio.gather(*(episode(i) for i in range(num_problems))))
-    return Evaluation(num_problems=num_problems, metrics=episode_metrics(episodes), episodes=episodes)
+    return list(await asyncio.gather(*(episode(i) for i in range(num_problems)[share])))

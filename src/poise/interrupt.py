@@ -1,7 +1,10 @@
 """Ctrl-C (and SIGTERM) stop a run where nothing is half done."""
 
 import asyncio
+import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import Any, TypeVar
@@ -17,10 +20,14 @@ class Interrupt:
     """As a context manager it takes over SIGINT and SIGTERM: the first asks to stop, a second SIGINT stops at once.
 
     A rollout is cancelled at once, since sampling changes nothing; an optimizer step is finished first.
+
+    ``agree``: of processes that must stop at the same place, whether any was asked to; it is called at each such place.
+    ``grace_s``: so long after SIGTERM the process ends by force, where it hangs in wait for one that is gone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, agree: Callable[[bool], bool] = bool, grace_s: float | None = None) -> None:
         self.is_requested = False
+        self._agree, self._grace_s = agree, grace_s
         self._cancel: Callable[[], None] | None = None
         self._previous: dict[int, Any] = {}
 
@@ -36,12 +43,17 @@ class Interrupt:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.is_requested and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if number == signal.SIGTERM and self._grace_s is not None and not self.is_requested:
+            timer = threading.Timer(self._grace_s, _end_by_force)
+            timer.daemon = True
+            timer.start()
         self.is_requested = True
         if self._cancel is not None:
             self._cancel()
 
     def check(self) -> None:
         """Raises Interrupted if a stop was asked for: call it where the run may end."""
+        self.is_requested = self._agree(self.is_requested)
         if self.is_requested:
             raise Interrupted("interrupted")
 
@@ -61,10 +73,16 @@ class Interrupt:
             return await task
 
         try:
-            return asyncio.run(main())
+            result = asyncio.run(main())
         except asyncio.CancelledError:
             if not self.is_requested:
                 raise
-            raise Interrupted("interrupted") from None
         finally:
             self._cancel = None
+        self.check()
+        return result
+
+
+def _end_by_force() -> None:
+    print("poise: asked to end, but still waiting for another process: ended by force", file=sys.stderr, flush=True)
+    os._exit(1)

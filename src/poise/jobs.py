@@ -7,19 +7,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from poise.assembly import Parts, assemble
+from poise.assembly import Parts, assemble, compute_type, device_of
 from poise.config import Config, ConfigError
 from poise.console import Console, metric_rows, step_line
-from poise.evaluate import Evaluation, evaluate
+from poise.evaluate import Evaluation, held_out_episodes
 from poise.interrupt import Interrupt, Interrupted
-from poise.loop import Rollout, roll_out, train
+from poise.loop import Rollout, interleaved, roll_out, train
 from poise.metrics import MetricsWriter
-from poise.model import GptOss, load_model
+from poise.model import GptOss
+from poise.parallel import Mesh
+from poise.parallel.launch import joined
 from poise.runfolder import CONFIG_FILE, create_run_folder, write_config, write_trajectories
 from poise.seeding import derive_seed
-from poise.train.checkpoint import checkpoint_folder, latest_checkpoint, load_checkpoint, read_state, save_checkpoint
+from poise.train.checkpoint import (
+    checkpoint_folder,
+    latest_checkpoint,
+    load_checkpoint,
+    load_weights,
+    read_state,
+    save_checkpoint,
+)
 from poise.train.optimizer import warm_start_schedule
 from poise.train.scoring import Group, RolloutError
+from poise.train.sharded import Saving
 from poise.train.trainer import Trainer
 from poise.types import Trajectory
 from poise.warmstart import demonstrations, warm_start
@@ -33,31 +43,47 @@ class Run:
 
     def __init__(self, config: Config, parts: Parts, console: Console, folder: Path) -> None:
         self.config, self.parts, self.console, self.folder = config, parts, console, folder
-        self.interrupt = Interrupt()
+        self.mesh = parts.mesh
+        self.interrupt = interrupt_of(parts.mesh)
         self.writer: MetricsWriter | None = None
+        self.saving = Saving()
 
     # The steps of reinforcement learning count from 1, so those of the warm start end at 0: one axis for both.
     def warm_start_step(self, step: int) -> int:
         return step - self.config.warm_start.steps
 
-    def save(self, trainer: Trainer, phase: str, step: int) -> None:
-        save_checkpoint(
+    def save(self, trainer: Trainer, phase: str, step: int, *, waits: bool = False) -> None:
+        """``waits``: until it is on the disk, which on a mesh may take a while longer."""
+        self.saving.wait()
+        self.saving = save_checkpoint(
             checkpoint_folder(self.folder, step),
             model=self.parts.model,
             optimizer=trainer.optimizer,
             state={"phase": phase, "step": step},
             save_tokenizer=self.parts.tokenizer.save,
+            mesh=self.mesh,
         )
+        if waits:
+            self.saving.wait()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        assert self.writer is not None
-        self.writer.write(step, metrics)
+        if self.writer is not None:
+            self.writer.write(step, metrics)
+
+    @contextmanager
+    def writing(self, first_step: int) -> Iterator[None]:
+        """Metrics go to the run's folder, from the first rank alone."""
+        if not self.mesh.is_first:
+            yield
+            return
+        with MetricsWriter(self.folder, self.config.run.trackers, first_step=first_step) as self.writer:
+            yield
 
     def warm_start(self, trainer: Trainer) -> None:
         parts, total = self.parts, self.config.warm_start.steps
         first = self.warm_start_step(trainer.steps_done + 1)
         with (
-            MetricsWriter(self.folder, self.config.run.trackers, first_step=first) as self.writer,
+            self.writing(first),
             self.console.bar("warm start", total - trainer.steps_done) as bar,
         ):
 
@@ -76,12 +102,14 @@ class Run:
             try:
                 warm_start(trainer, parts.renderer, parts.task, self.config, on_step=on_step)
             except Interrupted:
-                self.save(trainer, "warm_start", 0)
+                self.save(trainer, "warm_start", 0, waits=True)
                 raise
 
     def evaluate(self, step: int) -> Evaluation:
         evaluation = evaluate_parts(self.parts, self.config, self.console, self.interrupt)
         self.parts.engine.new_policy_version(step)  # leave no trace in the next rollout
+        if not self.mesh.is_first:
+            return evaluation
         line = {"step": step, "num_problems": evaluation.num_problems, "metrics": evaluation.metrics}
         # A resumed run may come by here a second time.
         lines = [other for other in self.evaluations() if other["step"] != step] + [line]
@@ -114,14 +142,14 @@ class Run:
             bar.advance(f"micro-batches  {num_trained / (time.perf_counter() - started):.0f} tok/s")
 
         with (
-            MetricsWriter(self.folder, self.config.run.trackers, first_step=steps_done + 1) as self.writer,
+            self.writing(steps_done + 1),
             self.console.bar("training", None) as bar,
         ):
             try:
                 train(
                     trainer,
                     self.reference(trainer),
-                    self.parts.engine,
+                    self.parts.publish,
                     rollouts(),
                     self.config,
                     first_step=steps_done + 1,
@@ -129,7 +157,7 @@ class Run:
                     on_batch=on_batch,
                 )
             except (Interrupted, RolloutError):
-                self.save(trainer, "train", last_step)
+                self.save(trainer, "train", last_step, waits=True)
                 raise
 
     def after_step(self, trainer: Trainer, step: int, metrics: dict[str, float], rollout: Rollout) -> None:
@@ -143,7 +171,7 @@ class Run:
         self.console.line(step_line(step, settings.steps, metrics))
         self.write(step, metrics)
         every = settings.log_trajectories_every
-        if every and (step % every == 0 or step == 1):
+        if self.mesh.is_first and every and (step % every == 0 or step == 1):
             trajectories = [trajectory for episode in rollout.episodes for trajectory in episode]
             write_trajectories(self.folder, step, trajectories, self.parts.tokenizer.decode)
         if step % settings.save_every == 0 or step == settings.steps:
@@ -154,11 +182,10 @@ class Run:
 
     def reference(self, trainer: Trainer) -> GptOss | None:
         """The policy as it was before the first step, frozen; None where no KL asks for it."""
-        if trainer.steps_done == 0 or self.config.algorithm.kl_weight == 0:
-            return trainer.make_reference()
-        weight = self.parts.model.lm_head.weight
-        model = load_model(checkpoint_folder(self.folder, 0), dtype=weight.dtype, device=weight.device)
-        return model.eval().requires_grad_(False)
+        reference = trainer.make_reference()
+        if reference is not None and trainer.steps_done > 0:
+            load_weights(checkpoint_folder(self.folder, 0), model=reference, mesh=self.mesh)
+        return reference
 
     def rollout(self, step: int) -> Rollout:
         """The rollout of one step, under a bar that shows reward and speed."""
@@ -179,6 +206,7 @@ class Run:
                 step=step,
                 interrupt=self.interrupt,
                 on_group=on_group,
+                mesh=self.mesh,
             )
 
     def evaluations(self) -> list[dict[str, Any]]:
@@ -189,7 +217,34 @@ class Run:
     def result_before(self) -> Mapping[str, float]:
         """The evaluation before the first step: an earlier process of this run may have made it."""
         saved = next((line["metrics"] for line in self.evaluations() if line["step"] == 0), None)
+        saved = self.mesh.gather_from_all(saved)[0]
         return self.evaluate(0).metrics if saved is None else saved
+
+
+@contextmanager
+def on_mesh(config: Config, console: Console) -> Iterator[tuple[Mesh, Console]]:
+    """The ranks of this command, and where to say things: only the first is heard."""
+    with joined(config.parallel, device_of(config.model.device), compute_type(config.model)) as mesh:
+        yield mesh, console if mesh.is_first else Console(is_silent=True)
+
+
+def interrupt_of(mesh: Mesh) -> Interrupt:
+    """All ranks stop at the same place; torchrun kills what is left 30 s after its SIGTERM."""
+    if mesh.shards is None:
+        return Interrupt()
+    return Interrupt(agree=lambda is_requested: any(mesh.gather_from_all(is_requested)), grace_s=20.0)
+
+
+def open_run(config: Config, parts: Parts, console: Console, resume: Path | None) -> Run:
+    """The run's folder, a new one unless ``resume``, with its ``config.json``."""
+    mesh = parts.mesh
+    folder = resume if resume is not None else create_run_folder(config) if mesh.is_first else None
+    folder = mesh.gather_from_all(folder)[0]
+    assert folder is not None
+    if mesh.is_first:
+        write_config(folder / CONFIG_FILE, config)
+    console.line(f"run folder: {folder}")
+    return Run(config, parts, console, folder)
 
 
 def train_job(config: Config, console: Console, *, resume: Path | None = None) -> Path:
@@ -198,31 +253,35 @@ def train_job(config: Config, console: Console, *, resume: Path | None = None) -
     ``resume``: the run folder to go on with, whose latest checkpoint is loaded and whose ``config.json`` is brought up
     to date. Raises ConfigError for what cannot start, and Interrupted, with everything saved, when asked to stop.
     """
+    with on_mesh(config, console) as (mesh, console):
+        return _train(config, console, mesh, resume)
+
+
+def _train(config: Config, console: Console, mesh: Mesh, resume: Path | None) -> Path:
     checkpoint = None if resume is None else latest_checkpoint(resume)
     if resume is not None and checkpoint is None:
         raise ConfigError(f"--resume {resume}: the folder holds no checkpoint to go on from")
     state: dict[str, Any] = {"phase": "warm_start", "step": 0} if checkpoint is None else read_state(checkpoint)
     if state["step"] > config.run.steps:
         raise ConfigError(f"run.steps ({config.run.steps}) is below the {state['step']} steps that {resume} has done")
-    parts = assemble(config, console)
+    parts = assemble(config, console, mesh=mesh)
     require_rows(parts, config, warms_up=state["phase"] == "warm_start")
-    run = Run(config, parts, console, resume or create_run_folder(config))
-    write_config(run.folder / CONFIG_FILE, config)
-    console.line(f"run folder: {run.folder}")
+    run = open_run(config, parts, console, resume)
     with run.interrupt, kept_by(f"the state was saved, and poise train --resume {run.folder} goes on from it"):
         is_warm = state["phase"] == "train"
-        trainer = Trainer(parts.model, config, schedule=None if is_warm else warm_start_schedule(config.warm_start))
+        trainer = policy_trainer(parts, config) if is_warm else warm_start_trainer(parts, config)
         if checkpoint is not None:
-            load_checkpoint(checkpoint, model=parts.model, optimizer=trainer.optimizer)
+            load_checkpoint(checkpoint, model=parts.model, optimizer=trainer.optimizer, mesh=mesh)
             console.line(f"resumed from {checkpoint}")
         if not is_warm:
             run.warm_start(trainer)
-            trainer = Trainer(parts.model, config)
+            trainer = policy_trainer(parts, config)
             run.save(trainer, "train", 0)
-        parts.engine.new_policy_version(state["step"])
+        parts.publish(state["step"])
         before = run.result_before()
         run.reinforce(trainer, steps_done=state["step"])
         after = run.evaluate(config.run.steps)
+        run.saving.wait()
     title = f"{config.task.name}: {after.num_problems} held-out problems"
     console.table(title, ["", "before training", "after training"], metric_rows(before, after.metrics))
     return run.folder
@@ -232,17 +291,27 @@ def sft_job(config: Config, console: Console) -> Path:
     """The supervised warm start alone; returns the checkpoint folder. Raises as ``train_job`` does."""
     if config.warm_start.steps == 0:
         raise ConfigError("warm_start.steps is 0: poise sft needs at least 1 supervised step")
-    parts = assemble(config, console)
-    require_rows(parts, config, warms_up=True)
-    run = Run(config, parts, console, create_run_folder(config))
-    write_config(run.folder / CONFIG_FILE, config)
-    console.line(f"run folder: {run.folder}")
-    trainer = Trainer(parts.model, config, schedule=warm_start_schedule(config.warm_start))
-    with run.interrupt, kept_by(f"the state was saved; poise train --resume {run.folder} goes on, with training after"):
-        run.warm_start(trainer)
-        run.save(Trainer(parts.model, config), "train", 0)
-        run.evaluate(0)
+    with on_mesh(config, console) as (mesh, console):
+        parts = assemble(config, console, mesh=mesh)
+        require_rows(parts, config, warms_up=True)
+        run = open_run(config, parts, console, None)
+        trainer = warm_start_trainer(parts, config)
+        saved = f"the state was saved; poise train --resume {run.folder} goes on, with training after"
+        with run.interrupt, kept_by(saved):
+            run.warm_start(trainer)
+            run.save(policy_trainer(parts, config), "train", 0, waits=True)
+            parts.publish(0)
+            run.evaluate(0)
     return checkpoint_folder(run.folder, 0)
+
+
+def warm_start_trainer(parts: Parts, config: Config) -> Trainer:
+    return Trainer(parts.model, config, schedule=warm_start_schedule(config.warm_start), mesh=parts.mesh)
+
+
+def policy_trainer(parts: Parts, config: Config) -> Trainer:
+    """Of the reinforcement learning."""
+    return Trainer(parts.model, config, mesh=parts.mesh)
 
 
 def require_rows(parts: Parts, config: Config, *, warms_up: bool) -> None:
@@ -264,11 +333,13 @@ def kept_by(sentence: str) -> Iterator[None]:
 
 def eval_job(config: Config, console: Console) -> Evaluation:
     """One episode for each held-out problem with the policy at ``model.path``; prints a table."""
-    parts = assemble(config, console, trains=False)
-    with Interrupt() as interrupt, kept_by("an evaluation keeps nothing"):
-        evaluation = evaluate_parts(parts, config, console, interrupt)
-    title = f"{config.task.name}: {evaluation.num_problems} held-out problems"
-    console.table(title, ["", config.model.path or "random weights"], metric_rows(evaluation.metrics))
+    with on_mesh(config, console) as (mesh, console):
+        parts = assemble(config, console, trains=False, mesh=mesh)
+        parts.publish(0)
+        with interrupt_of(mesh) as interrupt, kept_by("an evaluation keeps nothing"):
+            evaluation = evaluate_parts(parts, config, console, interrupt)
+        title = f"{config.task.name}: {evaluation.num_problems} held-out problems"
+        console.table(title, ["", config.model.path or "random weights"], metric_rows(evaluation.metrics))
     return evaluation
 
 
@@ -284,8 +355,9 @@ def evaluate_parts(parts: Parts, config: Config, console: Console, interrupt: In
             speed = (parts.engine.num_sampled_tokens - sampled_before) / (time.perf_counter() - started)
             bar.advance(f"reward {sum(rewards) / len(rewards):.3f}  {speed:.0f} tok/s")
 
-        return interrupt.run(
-            evaluate(
+        mesh = parts.mesh
+        mine = interrupt.run(
+            held_out_episodes(
                 parts.engine,
                 parts.renderer,
                 parts.task,
@@ -294,5 +366,7 @@ def evaluate_parts(parts: Parts, config: Config, console: Console, interrupt: In
                 seed=derive_seed(config.run.seed, EVALUATION_STREAM),
                 max_concurrent=config.rollout.num_slots,
                 on_episode=on_episode,
+                share=slice(mesh.rank, None, mesh.num_ranks),
             )
         )
+        return Evaluation.of(interleaved(mesh.gather_from_all(mine)))

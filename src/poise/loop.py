@@ -5,21 +5,24 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from poise.config import Config
-from poise.engine import EmbeddedEngine
 from poise.envs.env import Task
 from poise.harmony import Renderer
 from poise.interrupt import Interrupt
 from poise.model import GptOss
+from poise.parallel import ALONE, Mesh
 from poise.rollout import Limits, Lockstep, episode_metrics, run_group
 from poise.seeding import derive_seed, row_index
 from poise.train.packing import pack
 from poise.train.scoring import Episode, Group, Scored, is_trainable, scored, screened, trainable_groups, with_penalties
 from poise.train.trainer import Trainer
 from poise.types import Batch, Policy
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,7 @@ class Rollout:
 def train(
     trainer: Trainer,
     reference: GptOss | None,
-    engine: EmbeddedEngine,
+    publish: Callable[[int], None],
     rollouts: Iterable[Rollout],
     config: Config,
     *,
@@ -49,6 +52,7 @@ def train(
 ) -> None:
     """One step for each of ``rollouts``, which are drawn one at a time: the next is sampled by the updated policy.
 
+    ``publish(step)`` gives the engine the weights after ``step``.
     ``on_step(step, metrics, rollout)`` runs after each step; what it raises ends the run between two steps.
     ``on_batch(num_tokens)`` after each micro-batch. The first update of all raises MismatchError, and leaves the
     weights alone, where trainer and engine disagree by more than ``algorithm.max_mismatch``.
@@ -74,7 +78,7 @@ def train(
                 for batches, bound in zip(updates, bounds, strict=True)
             ]
         )
-        engine.new_policy_version(step)
+        publish(step)
         metrics |= rollout_metrics(rollout) | penalties | screening | train_speed(updates, started)
         on_step(step, metrics, rollout)
 
@@ -88,9 +92,11 @@ def roll_out(
     step: int,
     interrupt: Interrupt,
     on_group: Callable[[Group], None],
+    mesh: Mesh = ALONE,
 ) -> Rollout:
     """All groups of ``step`` (from 1), concurrently. Problems and seeds depend on the step and on what was sampled in
     it, so a resumed run samples what an uninterrupted one would have. ``on_group`` hears of each group as it ends.
+    Each rank of ``mesh`` samples every so many-th group, whole, and all of them get all groups.
 
     Dynamic sampling (DAPO, Yu et al. 2025, section 3.2): groups whose episodes all earned the same are replaced by
     those of other problems, in at most ``algorithm.max_resamples`` rounds; what is equal after the last stays.
@@ -122,13 +128,21 @@ def roll_out(
     groups, replaced = list[Group](), list[Group]()
     for round_ in range(num_rounds):
         first_draw = ((step - 1) * num_rounds + round_) * settings.groups_per_step
-        sampled = interrupt.run(groups_of(range(first_draw, first_draw + settings.groups_per_step - len(groups))))
+        draws = range(first_draw, first_draw + settings.groups_per_step - len(groups))
+        mine = interrupt.run(groups_of(draws[mesh.rank :: mesh.num_ranks]))
+        sampled = interleaved(mesh.gather_from_all(mine))
         is_last = round_ == num_rounds - 1
         groups += [group for group in sampled if is_last or not is_equal(group)]
         replaced += [group for group in sampled if not is_last and is_equal(group)]
         if len(groups) == settings.groups_per_step:
             break
     return Rollout(groups=groups, seconds=time.perf_counter() - started, replaced=replaced)
+
+
+def interleaved(parts: Sequence[Sequence[T]]) -> list[T]:
+    """What was dealt one by one to ``parts``, in its order before."""
+    longest = max(map(len, parts))
+    return [part[i] for i in range(longest) for part in parts if i < len(part)]
 
 
 def pack_update(groups: Sequence[Scored], config: Config) -> list[Batch]:

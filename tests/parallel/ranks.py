@@ -182,7 +182,9 @@ def _whole(named, mesh):
 
 def train_on_mesh(degrees, cases, changes, lengths):
     data, sequence, expert = degrees
-    mesh = make_mesh(ParallelConfig(data=data, sequence=sequence, expert=expert), torch.device("cpu"))
+    mesh = make_mesh(
+        ParallelConfig(data_degree=data, sequence_degree=sequence, expert_degree=expert), torch.device("cpu")
+    )
     results = {}
     for name, (settings, kernel) in cases.items():
         results[name] = trained(split_model(mesh, **changes), mesh, settings, kernel, batches_of(lengths))

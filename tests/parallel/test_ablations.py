@@ -40,7 +40,7 @@ def with_positions_of_ranks(batch):
 
 
 def on_mesh(names):
-    mesh = make_mesh(ParallelConfig(sequence=4), torch.device("cpu"))
+    mesh = make_mesh(ParallelConfig(sequence_degree=4), torch.device("cpu"))
     (batch,) = batches_of(LENGTHS)
     ways = {
         "right": ("cpu", batch),

@@ -10,18 +10,22 @@ from poise.parallel import ALONE, Mesh, degrees_of, empty_model, make_mesh, padd
 
 def test_degrees_multiply_to_the_processes():
     assert degrees_of(ParallelConfig(), 6) == (6, 1, 1)
-    assert degrees_of(ParallelConfig(sequence=2, expert=4), 16) == (2, 2, 4)
-    assert degrees_of(ParallelConfig(data=2, sequence=2), 4) == (2, 2, 1)
+    assert degrees_of(ParallelConfig(sequence_degree=2, expert_degree=4), 16) == (2, 2, 4)
+    assert degrees_of(ParallelConfig(data_degree=2, sequence_degree=2), 4) == (2, 2, 1)
 
 
 @pytest.mark.parametrize(
     ("config", "num_ranks", "sentence"),
     [
-        (ParallelConfig(sequence=4), 6, "6 processes are no multiple of parallel.sequence 4 x parallel.expert 1 = 4"),
         (
-            ParallelConfig(data=2, sequence=2, expert=2),
+            ParallelConfig(sequence_degree=4),
+            6,
+            "parallel: 6 processes cannot be shared by sequence_degree 4 x expert_degree 1 = 4",
+        ),
+        (
+            ParallelConfig(data_degree=2, sequence_degree=2, expert_degree=2),
             4,
-            "parallel.data 2 x parallel.sequence 2 x parallel.expert 2 = 8, not 4 processes",
+            "parallel: data_degree 2 x sequence_degree 2 x expert_degree 2 = 8 does not make 4 processes",
         ),
     ],
 )
@@ -31,10 +35,10 @@ def test_impossible_degrees_are_refused_with_the_numbers(config, num_ranks, sent
     assert str(refusal.value) == sentence
 
 
-@pytest.mark.parametrize("name", ["data", "sequence", "expert"])
+@pytest.mark.parametrize("name", ["data_degree", "sequence_degree", "expert_degree"])
 def test_degrees_below_their_least_are_refused(name):
     with pytest.raises(ConfigError, match=f"parallel.{name} must be at least"):
-        ParallelConfig(**{name: -1 if name == "data" else 0})
+        ParallelConfig(**{name: -1 if name == "data_degree" else 0})
 
 
 def test_ranks_of_a_mesh_by_hand():
@@ -72,9 +76,9 @@ def test_rows_are_cut_and_filled_up():
 def refusals():
     sentences = []
     for config, changes in (
-        (ParallelConfig(sequence=3), {}),
-        (ParallelConfig(expert=3), {}),
-        (ParallelConfig(data=2), {}),
+        (ParallelConfig(sequence_degree=3), {}),
+        (ParallelConfig(expert_degree=3), {}),
+        (ParallelConfig(data_degree=2), {}),
         (ParallelConfig(offload=True), {}),
     ):
         try:
@@ -90,7 +94,7 @@ def test_what_the_model_cannot_be_split_into_is_refused():
         assert sentences == [
             "the sequence degree (3) must divide the 4 query heads",
             "the expert degree (3) must divide the 4 experts",
-            "parallel.data 2 x parallel.sequence 1 x parallel.expert 1 = 2, not 3 processes",
+            "parallel: data_degree 2 x sequence_degree 1 x expert_degree 1 = 2 does not make 3 processes",
             "parallel.offload does nothing on the CPU, where parameters are in host memory already",
         ]
         assert numbers == [0, 10, 20]

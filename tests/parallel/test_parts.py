@@ -42,7 +42,7 @@ ATTENTIONS = [(4, 4, 57), (4, 2, 57), (8, 1, 57), (12, 3, 60), (4, 2, 3), (4, 4,
 
 def attention_on_ranks():
     """Outputs and gradients, whole; the sinks' summed over the ranks."""
-    mesh = make_mesh(ParallelConfig(sequence=4), CPU)
+    mesh = make_mesh(ParallelConfig(sequence_degree=4), CPU)
     results = []
     for num_heads, num_kv_heads, num_rows in ATTENTIONS:
         q, k, v, sinks, grad = operands(num_heads, num_kv_heads, num_rows)
@@ -91,7 +91,7 @@ def filled_experts(experts, first, last):
 
 
 def experts_on_ranks():
-    mesh = make_mesh(ParallelConfig(expert=4), CPU)
+    mesh = make_mesh(ParallelConfig(expert_degree=4), CPU)
     experts = filled_experts(ShardedExperts(shape(num_experts=8), mesh), 2 * mesh.rank, 2 * mesh.rank + 2)
     x, ids, weights, grad = expert_operands(mesh.rank)
     leaves = [x.requires_grad_(), weights.requires_grad_(), *experts.parameters()]
@@ -114,7 +114,7 @@ def test_experts_of_ranks_serve_every_token():
 
 def weights_on_ranks(degrees, plain, packed, changes):
     """Initialized, loaded plain and packed, copied; the norm of a gradient that is known."""
-    mesh = make_mesh(ParallelConfig(**degrees), CPU)
+    mesh = make_mesh(ParallelConfig(**{f"{name}_degree": value for name, value in degrees.items()}), CPU)
     model = empty_model(shape(**changes), mesh)
     found = {}
     init_parts(model, 5, mesh)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from poise.cli.keys import KEYS_HELP, parse, take_option
-from poise.config import Config, ConfigError
+from poise.config import Config, ConfigError, ParallelConfig
 from poise.console import Console
 from poise.recipes import RECIPES
 from poise.runfolder import read_config
@@ -49,6 +49,7 @@ def _require_resumable(before: Config, config: Config) -> None:
     """Refuses changes that would silently do nothing, or would make the rest of the run another run."""
     free = {"run.steps", "run.save_every", "run.eval_every", "run.eval_problems", "run.log_trajectories_every"}
     free |= {"run.trackers", "optimizer.learning_rate", "optimizer.max_grad_norm", "algorithm.clip_low"}
+    free |= {f"parallel.{field.name}" for field in dataclasses.fields(ParallelConfig)}
     free |= {"algorithm.clip_high", "algorithm.entropy_weight", "model.device", "run.recompute"}
     for section in dataclasses.fields(Config):
         old, new = getattr(before, section.name), getattr(config, section.name)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from poise.config.algorithm import AlgorithmConfig
 from poise.config.errors import require
 from poise.config.model import ModelConfig
+from poise.config.parallel import ParallelConfig
 from poise.config.rollout import RolloutConfig
 from poise.config.task import TaskConfig
 from poise.config.training import OptimizerConfig, RunConfig, WarmStartConfig
@@ -21,6 +22,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         if self.model.path is None:

@@ -103,7 +103,7 @@ def save_model(
     aside.mkdir()
     try:
         _write_tokenizer(tokenizer, aside)
-        _write_configs(model.config, format, aside)
+        write_configs(model.config, format, aside)
         _write_shards(_stored_tensors(model, format), max_shard_bytes, aside)
         aside.rename(target)
     finally:
@@ -289,7 +289,7 @@ def _shard_file(number: int, num_shards: int) -> str:
     return f"model-{number:05d}-of-{num_shards:05d}.safetensors"
 
 
-def _write_configs(config: GptOssConfig, format: Format, folder: Path) -> None:
+def write_configs(config: GptOssConfig, format: Format, folder: Path) -> None:
     stop_ids = tuple(dict.fromkeys((*config.eos_token_ids, *_harmony_stop_ids(folder))))
     fields = replace(config, eos_token_ids=stop_ids).to_hf_dict()
     fields["dtype"] = "float32" if format == "fp32" else "bfloat16"

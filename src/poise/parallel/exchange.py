@@ -51,8 +51,9 @@ class _GatherRows(torch.autograd.Function):
         ctx.rank, ctx.num_rows = dist.get_rank(group), len(x)
         # As bytes: gloo knows no int16.
         rows = x.contiguous().view(len(x), -1).view(torch.uint8)
-        out = rows.new_empty(len(x) * dist.get_world_size(group), rows.shape[1])
-        dist.all_gather_into_tensor(out, rows, group=group)
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, rows, group=group)
+        out = torch.cat(parts)
         return out.view(x.dtype).view(-1, *x.shape[1:])
 
     @staticmethod

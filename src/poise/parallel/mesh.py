@@ -37,6 +37,7 @@ class Mesh:
     shards: DeviceMesh | None = None  # all ranks in one line
     expert_shards: DeviceMesh | None = None  # [expert, data x sequence]
     places: DeviceMesh | None = None  # [sequence, data x expert]
+    files: dist.ProcessGroup | None = None  # all ranks once more, for what is written in the background
 
     @property
     def num_ranks(self) -> int:
@@ -108,15 +109,23 @@ ALONE = Mesh()
 
 def degrees_of(config: ParallelConfig, num_ranks: int) -> tuple[int, int, int]:
     """(data, sequence, expert). Raises ConfigError, with the numbers, where they do not multiply to ``num_ranks``."""
-    shared = config.sequence * config.expert
-    asked = f"parallel.sequence {config.sequence} x parallel.expert {config.expert}"
-    if config.data == 0:
+    data, sequence, expert = config.data_degree, config.sequence_degree, config.expert_degree
+    shared = sequence * expert
+    asked = f"sequence_degree {sequence} x expert_degree {expert}"
+    hint = "" if num_ranks > 1 else "; torchrun --nproc-per-node N -m poise train RECIPE starts N processes"
+    if data == 0:
         if num_ranks % shared:
-            raise ConfigError(f"{num_ranks} processes are no multiple of {asked} = {shared}")
-        return num_ranks // shared, config.sequence, config.expert
-    if config.data * shared != num_ranks:
-        raise ConfigError(f"parallel.data {config.data} x {asked} = {config.data * shared}, not {num_ranks} processes")
-    return config.data, config.sequence, config.expert
+            raise ConfigError(f"parallel: {_processes(num_ranks)} cannot be shared by {asked} = {shared}{hint}")
+        return num_ranks // shared, sequence, expert
+    if data * shared != num_ranks:
+        raise ConfigError(
+            f"parallel: data_degree {data} x {asked} = {data * shared} does not make {_processes(num_ranks)}{hint}"
+        )
+    return data, sequence, expert
+
+
+def _processes(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"
 
 
 def make_mesh(config: ParallelConfig, device: torch.device, compute: torch.dtype = torch.float32) -> Mesh:
@@ -143,4 +152,5 @@ def make_mesh(config: ParallelConfig, device: torch.device, compute: torch.dtype
         shards=DeviceMesh(kind, ranks.flatten(), mesh_dim_names=("shard",)),
         expert_shards=DeviceMesh(kind, by_expert, mesh_dim_names=("expert", "shard")),
         places=DeviceMesh(kind, by_sequence, mesh_dim_names=("sequence", "place")),
+        files=dist.new_group(backend="gloo"),
     )

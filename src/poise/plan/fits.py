@@ -13,14 +13,16 @@ from poise.model import GptOssConfig
 from poise.plan.sizes import GIB, Mesh, Plan, make_plan
 
 
-def require_memory(model_config: GptOssConfig, config: Config, device: torch.device, *, trains: bool) -> Plan:
+def require_memory(
+    model_config: GptOssConfig, config: Config, device: torch.device, *, trains: bool, mesh: Mesh | None = None
+) -> Plan:
     """The plan; raises ConfigError, with the largest items and what helps, where the device has less than its peak."""
-    plan = make_plan(model_config, config, trains=trains)
+    plan = make_plan(model_config, config, mesh=mesh, trains=trains)
     free = free_bytes(device)
     if plan.peak > free:
         items = sorted(plan.phases[plan.peak_phase].items(), key=lambda item: -item[1])
         listed = ", ".join(f"{name} {size / GIB:.1f}" for name, size in items[:5])
-        fitting = [name for name, _ in advice(model_config, config, free, trains=trains)]
+        fitting = [name for name, _ in advice(model_config, config, free, mesh=mesh, trains=trains)]
         help_ = f"what fits: {', or '.join(fitting)}" if fitting else "take a smaller model or a shorter context"
         raise ConfigError(
             f"the run needs {plan.peak / GIB:.1f} GiB in {plan.peak_phase} ({listed}), but {device} has "

@@ -7,32 +7,27 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from poise.model import GptOss, load_model, save_model
+from poise.model import GptOss, read_config, save_model
+from poise.parallel import ALONE, Mesh, load_parts
+from poise.train.sharded import Saving, is_sharded, load_sharded, load_whole_optimizer, start_saving
 
 STATE_FILE = "trainer_state.pt"
-
-
-class Stateful(Protocol):
-    """What an optimizer offers."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 def save_checkpoint(
     folder: str | os.PathLike[str],
     *,
     model: GptOss,
-    optimizer: Stateful,
+    optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     save_tokenizer: Callable[[Path], None],
-) -> None:
+    mesh: Mesh = ALONE,
+) -> Saving:
     """Write ``folder``: the model in float32 as a Hugging Face folder, and ``trainer_state.pt`` beside it.
 
     ``state``: the caller's place in the run (step, position in the data, generators): numbers, strings, None, tensors,
@@ -41,18 +36,39 @@ def save_checkpoint(
 
     Everything is written aside, flushed to disk, then renamed: a folder of this name is whole or absent. An older one
     of the same name is replaced. Raises TypeError, naming the key, for a state that could not be read back.
+
+    On a mesh each rank writes its parts (``poise.train.sharded``) while training goes on: ``wait`` for the result
+    before the next one, and before the process ends.
     """
     folder = Path(folder)
     _require_plain(state, "state")
+    rest: dict[str, Any] = {"random": _random_state(), "state": state}
+    if mesh.shards is not None:
+        return start_saving(
+            folder,
+            model=model,
+            optimizer=optimizer,
+            mesh=mesh,
+            rest=rest,
+            save_tokenizer=save_tokenizer,
+            publish=_publish,
+        )
     aside = folder.with_name(f".{folder.name}.partial")
     if aside.exists():
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
     whole = aside / "whole"
     save_model(model, whole, format="fp32", tokenizer=save_tokenizer)
-    torch.save({"optimizer": optimizer.state_dict(), "random": _random_state(), "state": state}, whole / STATE_FILE)
+    torch.save({"optimizer": optimizer.state_dict(), **rest}, whole / STATE_FILE)
+    _publish(whole, folder)
+    return Saving()
+
+
+def _publish(whole: Path, folder: Path) -> None:
+    """``whole``, alone in a folder that is put away, becomes ``folder``."""
     for path in (*whole.rglob("*"), whole):
         _flush(path)
+    aside = whole.parent
     if folder.exists():
         folder.rename(aside / "replaced")
     whole.rename(folder)
@@ -60,23 +76,45 @@ def save_checkpoint(
     shutil.rmtree(aside)
 
 
-def load_checkpoint(folder: str | os.PathLike[str], *, model: GptOss, optimizer: Stateful) -> dict[str, Any]:
+def load_checkpoint(
+    folder: str | os.PathLike[str], *, model: GptOss, optimizer: torch.optim.Optimizer, mesh: Mesh = ALONE
+) -> dict[str, Any]:
     """Fill ``model`` and ``optimizer``, set every random state, return the caller's ``state``.
 
-    Call it last before the run goes on: whatever draws random numbers in between would shift the sequence. Raises
-    FileNotFoundError for a folder that is no checkpoint of a run, and ValueError for one of another model.
+    Whatever mesh, or single process, has written the folder, any other can read it. Call it last before the run goes
+    on: whatever draws random numbers in between would shift the sequence. Raises FileNotFoundError for a folder that is
+    no checkpoint of a run, and ValueError for one of another model.
     """
     folder = Path(folder)
-    saved = _read(folder, mmap=False)
-    parameter = model.lm_head.weight
-    saved_model = load_model(folder, dtype=parameter.dtype, device=parameter.device)
-    # Stop ids come from the tokenizer when a model is saved; they are no part of what it computes.
-    if replace(saved_model.config, eos_token_ids=model.config.eos_token_ids) != model.config:
-        raise ValueError(f"{folder} holds another model: {saved_model.config} instead of {model.config}")
-    model.load_state_dict(saved_model.state_dict())
-    optimizer.load_state_dict(saved["optimizer"])
+    saved = _read(folder, mmap=mesh.shards is not None)
+    if is_sharded(folder):
+        _require_same(folder, model)
+        load_sharded(folder, model=model, optimizer=optimizer, mesh=mesh)
+    else:
+        load_weights(folder, model=model, mesh=mesh)
+        if mesh.shards is None:
+            optimizer.load_state_dict(saved["optimizer"])
+        else:
+            load_whole_optimizer(saved["optimizer"], model, optimizer, mesh)
     _set_random_state(saved["random"])
     return saved["state"]
+
+
+def load_weights(folder: str | os.PathLike[str], *, model: GptOss, mesh: Mesh = ALONE) -> None:
+    """The parameters alone. Raises ValueError for those of another model."""
+    folder = Path(folder)
+    _require_same(folder, model)
+    if is_sharded(folder):
+        load_sharded(folder, model=model, optimizer=None, mesh=mesh)
+    else:
+        load_parts(model, folder, mesh)
+
+
+def _require_same(folder: Path, model: GptOss) -> None:
+    config = read_config(folder)
+    # Stop ids come from the tokenizer when a model is saved; they are no part of what it computes.
+    if replace(config, eos_token_ids=model.config.eos_token_ids) != model.config:
+        raise ValueError(f"{folder} holds another model: {config} instead of {model.config}")
 
 
 def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:

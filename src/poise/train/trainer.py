@@ -11,7 +11,7 @@ from torch import Tensor
 
 from poise.algo.correction import mismatch, rollout_correction
 from poise.algo.losses import aggregation_weights, kl, policy_loss
-from poise.config import AlgorithmConfig, Config, RunError
+from poise.config import AlgorithmConfig, Config, ConfigError, RunError
 from poise.model import GptOss, packed_attend, top_k_route
 from poise.model.gpt_oss import Attend, Route
 from poise.ops.log_probs import token_log_probs
@@ -53,6 +53,8 @@ class Trainer:
         self.model = model
         self.config = config
         self.mesh, self.attend = mesh, attend
+        if mesh.shards is not None and config.algorithm.recompute_old_log_probs != "none":
+            raise ConfigError("algorithm.recompute_old_log_probs is an experiment for one process, without torchrun")
         self.schedule = schedule or warmup_schedule(config.optimizer)
         self.device = mesh.device or model.lm_head.weight.device
         self.optimizer = adamw(model, config.optimizer, self.device)

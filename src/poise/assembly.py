@@ -4,12 +4,13 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from poise.config import Config, ConfigError, ModelConfig
 from poise.console import Console
-from poise.engine import EmbeddedEngine
+from poise.engine import EmbeddedEngine, GatheredEngine
 from poise.envs import make_task
 from poise.envs.env import Task
 from poise.harmony import HarmonyTokenizer, Renderer, byte_tokenizer
@@ -38,23 +39,13 @@ class Parts:
     limits: Limits
     mesh: Mesh = ALONE
 
-    @torch.no_grad()
-    def publish(self, version: int) -> None:
-        """From here on the engine samples with the policy as it is now: ``version``. All ranks must call it."""
-        if self.engine.model is not self.model:
-            dtype = self.engine.model.lm_head.weight.dtype
-            whole = full_tensors(self.model, self.mesh, dtype)
-            for (_, value), target in zip(whole, self.engine.model.parameters(), strict=True):
-                target.copy_(value)
-        self.engine.new_policy_version(version)
-
 
 def assemble(config: Config, console: Console, *, trains: bool = True, mesh: Mesh = ALONE) -> Parts:
     """Loads or makes the policy, checks that the run can fit, and says what protects the machine from the policy."""
     task = make_task(config.task)
     model, tokenizer = load_policy(config, console, trains=trains, mesh=mesh)
     renderer = Renderer(tokenizer)
-    engine = embedded_engine(model if mesh.shards is None else _engine_model(model, config, mesh), tokenizer, config)
+    engine = embedded_engine(model, tokenizer, config, mesh)
     console.line(f"sandbox: {protection()}")
     return Parts(
         model=model,
@@ -128,23 +119,23 @@ def stored_policy(folder: Path, config: GptOssConfig, device: torch.device, dtyp
     return model
 
 
-def embedded_engine(model: GptOss, tokenizer: HarmonyTokenizer, config: Config) -> EmbeddedEngine:
-    return EmbeddedEngine(
-        model,
-        stop_ids=tokenizer.stop_ids,
-        return_id=tokenizer.return_,
-        num_slots=config.rollout.num_slots,
-        max_context_tokens=config.rollout.max_context_tokens,
-        max_prefill_tokens=config.rollout.max_prefill_tokens,
-        temperature=config.rollout.temperature,
-    )
-
-
-def _engine_model(policy: GptOss, config: Config, mesh: Mesh) -> GptOss:
-    """A whole model for this rank's engine; ``Parts.publish`` fills it."""
+def embedded_engine(model: GptOss, tokenizer: HarmonyTokenizer, config: Config, mesh: Mesh = ALONE) -> EmbeddedEngine:
+    """On the model's own parameters, or on a mesh on a whole copy, which ``new_policy_version`` fills."""
+    options: dict[str, Any] = {
+        "stop_ids": tokenizer.stop_ids,
+        "return_id": tokenizer.return_,
+        "num_slots": config.rollout.num_slots,
+        "max_context_tokens": config.rollout.max_context_tokens,
+        "max_prefill_tokens": config.rollout.max_prefill_tokens,
+        "temperature": config.rollout.temperature,
+    }
+    if mesh.shards is None:
+        return EmbeddedEngine(model, **options)
+    dtype = compute_type(config.model)
     with torch.device("meta"):
-        model = GptOss(policy.config).to(compute_type(config.model))
-    return model.to_empty(device=mesh.device).requires_grad_(False)
+        copy = GptOss(model.config).to(dtype)
+    copy = copy.to_empty(device=mesh.device).requires_grad_(False)
+    return GatheredEngine(copy, lambda: full_tensors(model, mesh, dtype), **options)
 
 
 def compute_type(config: ModelConfig) -> torch.dtype:

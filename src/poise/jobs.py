@@ -149,7 +149,7 @@ class Run:
                 train(
                     trainer,
                     self.reference(trainer),
-                    self.parts.publish,
+                    self.parts.engine,
                     rollouts(),
                     self.config,
                     first_step=steps_done + 1,
@@ -277,7 +277,7 @@ def _train(config: Config, console: Console, mesh: Mesh, resume: Path | None) ->
             run.warm_start(trainer)
             trainer = policy_trainer(parts, config)
             run.save(trainer, "train", 0)
-        parts.publish(state["step"])
+        parts.engine.new_policy_version(state["step"])
         before = run.result_before()
         run.reinforce(trainer, steps_done=state["step"])
         after = run.evaluate(config.run.steps)
@@ -300,7 +300,7 @@ def sft_job(config: Config, console: Console) -> Path:
         with run.interrupt, kept_by(saved):
             run.warm_start(trainer)
             run.save(policy_trainer(parts, config), "train", 0, waits=True)
-            parts.publish(0)
+            parts.engine.new_policy_version(0)
             run.evaluate(0)
     return checkpoint_folder(run.folder, 0)
 
@@ -335,7 +335,7 @@ def eval_job(config: Config, console: Console) -> Evaluation:
     """One episode for each held-out problem with the policy at ``model.path``; prints a table."""
     with on_mesh(config, console) as (mesh, console):
         parts = assemble(config, console, trains=False, mesh=mesh)
-        parts.publish(0)
+        parts.engine.new_policy_version(0)
         with interrupt_of(mesh) as interrupt, kept_by("an evaluation keeps nothing"):
             evaluation = evaluate_parts(parts, config, console, interrupt)
         title = f"{config.task.name}: {evaluation.num_problems} held-out problems"

@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from poise.config import Config
+from poise.engine import EmbeddedEngine
 from poise.envs.env import Task
 from poise.harmony import Renderer
 from poise.interrupt import Interrupt
@@ -42,7 +43,7 @@ class Rollout:
 def train(
     trainer: Trainer,
     reference: GptOss | None,
-    publish: Callable[[int], None],
+    engine: EmbeddedEngine,
     rollouts: Iterable[Rollout],
     config: Config,
     *,
@@ -52,7 +53,6 @@ def train(
 ) -> None:
     """One step for each of ``rollouts``, which are drawn one at a time: the next is sampled by the updated policy.
 
-    ``publish(step)`` gives the engine the weights after ``step``.
     ``on_step(step, metrics, rollout)`` runs after each step; what it raises ends the run between two steps.
     ``on_batch(num_tokens)`` after each micro-batch. The first update of all raises MismatchError, and leaves the
     weights alone, where trainer and engine disagree by more than ``algorithm.max_mismatch``.
@@ -78,7 +78,7 @@ def train(
                 for batches, bound in zip(updates, bounds, strict=True)
             ]
         )
-        publish(step)
+        engine.new_policy_version(step)
         metrics |= rollout_metrics(rollout) | penalties | screening | train_speed(updates, started)
         on_step(step, metrics, rollout)
 

@@ -6,8 +6,14 @@ from typing import Literal
 from poise.config.errors import require, require_finite
 
 _WITH_QUESTIONS = ("reasoning_gym", "gsm8k", "retool")
+_BUILT_IN = (*_WITH_QUESTIONS, "verifyif")
 _WITH_FILES = ("gsm8k", "retool", "verifyif")
 READ_BY: dict[str, tuple[str, ...]] = {
+    "factory": ("custom",),
+    "num_train_rows": _BUILT_IN,
+    "num_test_rows": _BUILT_IN,
+    "seed": _BUILT_IN,
+    "describes_tools": _BUILT_IN,
     "dataset": ("reasoning_gym",),
     "data": _WITH_FILES,
     "test_data": _WITH_FILES,
@@ -24,15 +30,17 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "max_instructions": ("verifyif",),
     "credit": ("verifyif",),
 }
-"""Tasks that read a key; a key that is not here is read by all."""
+"""Tasks that read a key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     """What the policy learns to do."""
 
-    name: Literal["reasoning_gym", "gsm8k", "retool", "verifyif"] = "reasoning_gym"
-    """"reasoning_gym" (procedural), "gsm8k", "retool" (mathematics with code), "verifyif" (verifiable instructions)."""
+    name: Literal["reasoning_gym", "gsm8k", "retool", "verifyif", "custom"] = "reasoning_gym"
+    """"reasoning_gym" (procedural), "gsm8k", "retool" (mathematics, code), "verifyif" (instructions), "custom"."""
+    factory: str | None = None
+    """Task custom: MODULE:FUNCTION, imported from the folder of the start or what is installed; it makes the task."""
     dataset: str = "chain_sum"
     """Name of the reasoning-gym data set (task reasoning_gym)."""
     data: str | None = None
@@ -73,6 +81,10 @@ class TaskConfig:
     """Task verifyif: reward 1 for "all" instructions followed, or the "share" of them that was."""
 
     def __post_init__(self) -> None:
+        require(
+            (self.name == "custom") == (self.factory is not None),
+            f'task.factory must be given with task.name "custom", and with no other, got {self.factory}',
+        )
         for name in ("num_train_rows", "num_test_rows", "max_instructions", "length_characters"):
             require(getattr(self, name) >= 1, f"task.{name} must be at least 1, got {getattr(self, name)}")
         require_finite(self, "task", "tool_time_limit_s", "format_penalty", "no_code_penalty", "length_penalty")

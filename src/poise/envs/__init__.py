@@ -1,5 +1,9 @@
 """Environments: what the policy acts in. ``make_task`` turns a configuration into rows and environments."""
 
+import importlib
+import os
+import sys
+
 from poise.config import ConfigError, TaskConfig
 from poise.envs.env import Task
 
@@ -22,4 +26,28 @@ def make_task(config: TaskConfig) -> Task:
         from poise.envs.verifyif import VerifyIf
 
         return VerifyIf(config)
-    raise ConfigError(f"task.name must be reasoning_gym, gsm8k, retool or verifyif, got {config.name!r}")
+    if config.name == "custom":
+        return _custom_task(config.factory or "")
+    raise ConfigError(f"task.name must be reasoning_gym, gsm8k, retool, verifyif or custom, got {config.name!r}")
+
+
+def _custom_task(factory: str) -> Task:
+    """What ``MODULE:FUNCTION`` returns; the module may lie in the folder that the command was started in."""
+    module_name, _, function_name = factory.partition(":")
+    if not module_name or not function_name.isidentifier():
+        raise ConfigError(f"task.factory must be MODULE:FUNCTION, got {factory!r}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name.split(".")[0]:
+            raise  # the module is there, what it imports is not
+        raise ConfigError(f"task.factory {factory}: there is no module {module_name} in {os.getcwd()}") from error
+    make = getattr(module, function_name, None)
+    if not callable(make):
+        raise ConfigError(f"task.factory {factory}: {module_name} has no function {function_name}")
+    task: Task = make()
+    if missing := [name for name in ("train_rows", "test_rows", "make_env", "demonstrate") if not hasattr(task, name)]:
+        raise ConfigError(f"task.factory {factory} returned a {type(task).__name__} without {', '.join(missing)}")
+    return task

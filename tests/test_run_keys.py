@@ -38,7 +38,8 @@ CHANGED = {
 }  # fmt: skip
 RAISES = {
     "task.describes_tools": True,  # the description alone is longer than these contexts
-    "model.path": "/nowhere", "model.device": "cuda:99", "task.name": "gsm8k", "task.data": "x.jsonl",
+    "task.factory": "x:y", "model.path": "/nowhere", "model.device": "cuda:99", "task.name": "gsm8k",
+    "task.data": "x.jsonl",
     "task.test_data": "x.jsonl", "task.format_penalty": 0.1, "task.no_code_penalty": 0.1, "task.length_penalty": 0.1,
     "task.length_characters": 9, "task.checkers": "x", "task.instructions": "x", "task.max_instructions": 2,
     "task.credit": "share", "rollout.top_p": 0.9, "rollout.max_context_tokens": 12,

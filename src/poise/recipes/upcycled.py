@@ -17,10 +17,10 @@ def verifyif_smollm() -> Config:
         model=ModelConfig(path="smollm2"),
         task=TaskConfig(name="custom", factory="examples.verifyif_smollm.task:instructed"),
         rollout=RolloutConfig(
-            groups_per_step=8, group_size=6, max_turns=1, max_action_tokens=96, max_context_tokens=256, num_slots=48
+            groups_per_step=8, group_size=4, max_turns=1, max_action_tokens=96, max_context_tokens=256, num_slots=32
         ),
         optimizer=OptimizerConfig(learning_rate=2e-5),
         # Harmony's format, from the model's own answers; what they say was its own before.
         warm_start=WarmStartConfig(steps=30, demonstrations_per_step=8, learning_rate=5e-5, warmup_steps=5),
-        run=RunConfig(name="verifyif_smollm", steps=30, tokens_per_microbatch=2048, save_every=10, eval_problems=96),
+        run=RunConfig(name="verifyif_smollm", steps=25, tokens_per_microbatch=2048, save_every=5, eval_problems=96),
     )

@@ -42,7 +42,7 @@ RAISES = {
     "task.data": "x.jsonl",
     "task.test_data": "x.jsonl", "task.format_penalty": 0.1, "task.no_code_penalty": 0.1, "task.length_penalty": 0.1,
     "task.length_characters": 9, "task.checkers": "x", "task.instructions": "x", "task.max_instructions": 2,
-    "task.credit": "share", "rollout.top_p": 0.9, "rollout.max_context_tokens": 12,
+    "task.score": "share", "rollout.top_p": 0.9, "rollout.max_context_tokens": 12,
     "parallel.data_degree": 2, "parallel.sequence_degree": 2, "parallel.expert_degree": 2, "parallel.offload": True,
 }  # fmt: skip
 # Time and memory only, or what a policy this small never reaches; each has its own tests elsewhere.

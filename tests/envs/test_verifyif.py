@@ -191,7 +191,7 @@ def test_rewards(tmp_path):
     assert outcome(task, row, analysis(good.content)).reward == 0.0
     assert outcome(task, row, analysis(good.content), half).reward == 0.0
     assert outcome(task, row, analysis("one, two, three"), good).reward == 1.0
-    assert outcome(verify(test_data=data, credit="share"), row, half).reward == 0.5
+    assert outcome(verify(test_data=data, score="share"), row, half).reward == 0.5
     assert outcome(task, row, half).metrics == {
         "strict_prompt_accuracy": 0.0,
         "loose_prompt_accuracy": 0.0,

@@ -28,7 +28,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "checkers": ("verifyif",),
     "instructions": ("verifyif",),
     "max_instructions": ("verifyif",),
-    "credit": ("verifyif",),
+    "score": ("verifyif",),
 }
 """Tasks that read a key."""
 
@@ -77,7 +77,7 @@ class TaskConfig:
     """Task verifyif: ids that prompts are made with; none given: all of the module's."""
     max_instructions: int = 3
     """Task verifyif: a made prompt has 1 to this many instructions."""
-    credit: Literal["all", "share"] = "all"
+    score: Literal["all", "share"] = "all"
     """Task verifyif: reward 1 for "all" instructions followed, or the "share" of them that was."""
 
     def __post_init__(self) -> None:

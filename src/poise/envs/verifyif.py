@@ -27,7 +27,7 @@ class VerifyIf(QuestionTask):
 
     Rows are IFEval's ``{prompt, instruction_id_list, kwargs}``, or seed prompts (a text under "prompt", "question",
     "problem" or "text"; without ``task.data`` our own), to which instructions are added. Only the text on the final
-    channel is judged. The reward is strict: 1 for all instructions, or (``task.credit`` "share") the share of them.
+    channel is judged. The reward is strict: 1 for all instructions, or (``task.score`` "share") the share of them.
     Metrics: ``strict_prompt_accuracy``, ``loose_prompt_accuracy`` (all instructions of a prompt) and
     ``strict_instruction_accuracy``, ``loose_instruction_accuracy`` (of all instructions of all prompts), as IFEval
     reports them; ``checker_errors``, ``grader_timeouts``.
@@ -66,7 +66,7 @@ class VerifyIf(QuestionTask):
             metrics[f"{kind}_instruction_accuracy/part"] = float(sum(result[kind]))
             metrics[f"{kind}_instruction_accuracy/whole"] = float(number)
         share = sum(result["strict"]) / number
-        return Outcome(reward=share if self.config.credit == "share" else float(share == 1), metrics=metrics)
+        return Outcome(reward=share if self.config.score == "share" else float(share == 1), metrics=metrics)
 
     def demonstrate(self, row: Row) -> Conversation | None:
         text = follow(row["instructions"], row["arguments"])
@@ -145,4 +145,5 @@ def _run_once(registry: ModuleType, probes: Mapping[str, Mapping[str, Any]]) -> 
         except CheckerError:
             raise
         except Exception as error:  # the border to the package
-            raise CheckerError(f"the checker of {name} does not work: {type(error).__name__}: {error}") from error
+            reason = " ".join(str(error).replace("*", " ").split())[:120]  # nltk's are framed, and many lines long
+            raise CheckerError(f"the checker of {name} does not work: {type(error).__name__}: {reason}") from error

@@ -96,22 +96,20 @@ for line in open(sys.argv[1]):
 
 def test_every_prompt_is_graded_the_same_twice(ifeval_folder, graded, tmp_path):
     """Here, and in a process with another hash seed and random state, in another order."""
-    rows = read(ifeval_folder / "input_data.jsonl")
-    responses = {row["prompt"]: response for row, response, _ in graded}
-    short = "Bonjour, c'est a short réponse! # no?"  # for the one without a response; langdetect is unsure of it
-    asked = [[*arguments(row), responses.get(row["prompt"], short)] for row in rows]
-    asked += [[*arguments(row), short] for row in rows]
+    short = "Bonjour, c'est a short réponse! # no?"  # langdetect is unsure of it
+    asked = [([*arguments(row), response], result) for row, response, result in graded]
+    for row in read(ifeval_folder / "input_data.jsonl"):
+        one = [*arguments(row), short]
+        asked.append((one, check(MODULE, *one)))
+    assert len({one[0] for one, _ in asked}) == 541
     random.shuffle(asked)
-    (tmp_path / "asked").write_text("".join(json.dumps(one) + "\n" for one in asked))
+    (tmp_path / "asked").write_text("".join(json.dumps(one) + "\n" for one, _ in asked))
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": "7"}
     done = subprocess.run(
         [sys.executable, "-c", AGAIN, str(tmp_path / "asked"), MODULE],
         capture_output=True, text=True, timeout=120, env=env,
     )  # fmt: skip
-    assert [json.loads(line) for line in done.stdout.splitlines()] == [check(MODULE, *one) for one in reversed(asked)][
-        ::-1
-    ]
-    assert len(asked) == 2 * 541
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [result for _, result in asked]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from poise.cli import run
-from poise.config import AlgorithmConfig, Config, ConfigError, ModelConfig, RolloutConfig, RunConfig
+from poise.config import AlgorithmConfig, Config, ConfigError, CriticConfig, ModelConfig, RolloutConfig, RunConfig
 from poise.model import GptOssConfig
 from poise.plan import Mesh, advice, largest_context, largest_microbatch, make_plan, require_memory
 from poise.planning import Machine, parse_bytes
@@ -100,6 +100,17 @@ def test_a_mesh_that_cannot_be_is_refused():
         make_plan(MODEL, config(), mesh=Mesh(sequence=4))
     with pytest.raises(ConfigError, match=r"--gpus \(6\) must be a multiple"):
         _ = Machine(gpus=6, sequence=4).mesh
+
+
+def test_a_critic_of_its_own_is_another_policy_without_a_vocabulary():
+    shared = Config(algorithm=AlgorithmConfig(normalize_advantages="gae"), critic=CriticConfig(backbone="shared"))
+    own = Config(algorithm=AlgorithmConfig(normalize_advantages="gae"))
+    for phase in ("rollout", "training"):
+        with_own, with_shared = (make_plan(MODEL, c).phases[phase] for c in (own, shared))
+        # Weights and two moments in float32, less the head's 60.
+        assert with_own.pop("critic") == 3 * 4 * (PARAMETERS - 60)
+        assert with_own == with_shared
+    assert "critic" not in make_plan(MODEL, own, trains=False).phases["rollout"]
 
 
 def test_what_cannot_fit_is_refused():

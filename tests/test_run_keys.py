@@ -1,6 +1,6 @@
 """Every key of a run changes what it leaves behind, or raises; the few that only cost time or memory are named.
 
-The keys of the algorithm and the optimizer have finer tests of their own, in train/test_every_key.py.
+The keys of the algorithm, the critic and the optimizer have finer tests of their own, in train/test_every_key.py.
 """
 
 import dataclasses
@@ -102,7 +102,7 @@ def test_no_key_is_forgotten():
     keys = {
         f"{section.name}.{field.name}"
         for section in dataclasses.fields(Config)
-        if section.name not in ("algorithm", "optimizer")
+        if section.name not in ("algorithm", "critic", "optimizer")
         for field in dataclasses.fields(getattr(Config(), section.name))
     }
     assert keys == known

@@ -67,6 +67,7 @@ class Console:
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """One step of reinforcement learning in one line. ratio: min..max; engine-trainer: mean |difference|, nats."""
     m = metrics
+    critic = f"  value loss {m['value_loss']:.3f}  explained {m['explained_variance']:.0%}" if "value_loss" in m else ""
     return (
         f"step {step}/{num_steps}"
         f"  reward {m['reward_mean']:.3f}±{m['reward_std']:.2f}"
@@ -76,7 +77,7 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
         f"  tool {m.get('tool_calls', 0):.2f}/{m.get('tool_errors', 0):.2f} err"
         f"  done {m['stop_done']:.0%}"
         f"  entropy {m['entropy']:.3f}"
-        f"  grad {m['grad_norm']:.2f}"
+        f"  grad {m['grad_norm']:.2f}{critic}"
         f"  ratio {m['ratio_min']:.7g}..{m['ratio_max']:.7g}"
         f"  clip {m['clip_fraction']:.2%}"
         f"  engine-trainer {m['mismatch_mean']:.1e}"

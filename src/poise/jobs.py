@@ -27,6 +27,7 @@ from poise.train.checkpoint import (
     read_state,
     save_checkpoint,
 )
+from poise.train.critic import make_critic
 from poise.train.optimizer import warm_start_schedule
 from poise.train.scoring import Group, RolloutError
 from poise.train.sharded import Saving
@@ -62,6 +63,7 @@ class Run:
             state={"phase": phase, "step": step},
             save_tokenizer=self.parts.tokenizer.save,
             mesh=self.mesh,
+            critic=trainer.critic,
         )
         if waits:
             self.saving.wait()
@@ -271,7 +273,9 @@ def _train(config: Config, console: Console, mesh: Mesh, resume: Path | None) ->
         is_warm = state["phase"] == "train"
         trainer = policy_trainer(parts, config) if is_warm else warm_start_trainer(parts, config)
         if checkpoint is not None:
-            load_checkpoint(checkpoint, model=parts.model, optimizer=trainer.optimizer, mesh=mesh)
+            load_checkpoint(
+                checkpoint, model=parts.model, optimizer=trainer.optimizer, mesh=mesh, critic=trainer.critic
+            )
             console.line(f"resumed from {checkpoint}")
         if not is_warm:
             run.warm_start(trainer)
@@ -310,8 +314,9 @@ def warm_start_trainer(parts: Parts, config: Config) -> Trainer:
 
 
 def policy_trainer(parts: Parts, config: Config) -> Trainer:
-    """Of the reinforcement learning."""
-    return Trainer(parts.model, config, mesh=parts.mesh)
+    """Of the reinforcement learning; a critic begins where the warm start has led."""
+    critic = make_critic(parts.model, config, mesh=parts.mesh)
+    return Trainer(parts.model, config, mesh=parts.mesh, critic=critic)
 
 
 def require_rows(parts: Parts, config: Config, *, warms_up: bool) -> None:

@@ -18,8 +18,9 @@ from poise.model import GptOss
 from poise.parallel import ALONE, Mesh
 from poise.rollout import Limits, Lockstep, episode_metrics, run_group
 from poise.seeding import derive_seed, row_index
+from poise.train.credit import credited
 from poise.train.packing import pack
-from poise.train.scoring import Episode, Group, Scored, is_trainable, scored, screened, trainable_groups, with_penalties
+from poise.train.scoring import Episode, Group, Scored, is_trainable, screened, trainable_groups, with_penalties
 from poise.train.trainer import Trainer
 from poise.types import Batch, Policy
 
@@ -63,23 +64,23 @@ def train(
         started = time.perf_counter()
         groups, penalties = with_penalties(trainable_groups(rollout.groups, config), config)
         groups, screening = screened(trainer, reference, groups, config)
-        updates = [
-            pack_update(part, config) for part in split_evenly(scored(groups, config), algorithm.updates_per_batch)
-        ]
+        scores, credit = credited(trainer, reference, groups, config)
+        updates = [pack_update(part, config) for part in split_evenly(scores, algorithm.updates_per_batch)]
         if needs_old_log_probs:
             updates = [trainer.with_old_log_probs(batches) for batches in updates]
         if reference is not None and algorithm.kl_in == "loss":
             updates = [trainer.with_ref_log_probs(batches, reference) for batches in updates]
         # Later steps report the mismatch; only before the very first is nothing lost by stopping.
         bounds = [algorithm.max_mismatch if trainer.steps_done == 0 else None, *[None] * (len(updates) - 1)]
+        trains_policy = step > config.critic.pretrain_steps
         metrics = mean_metrics(
             [
-                trainer.step(batches, max_mismatch=bound, on_batch=on_batch)
+                trainer.step(batches, max_mismatch=bound, trains_policy=trains_policy, on_batch=on_batch)
                 for batches, bound in zip(updates, bounds, strict=True)
             ]
         )
         engine.new_policy_version(step)
-        metrics |= rollout_metrics(rollout) | penalties | screening | train_speed(updates, started)
+        metrics |= rollout_metrics(rollout) | penalties | screening | credit | train_speed(updates, started)
         on_step(step, metrics, rollout)
 
 

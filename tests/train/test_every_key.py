@@ -1,4 +1,4 @@
-"""Every key of the algorithm and the optimizer changes the result of a tiny run, or raises."""
+"""Every key of objective, critic and optimizer changes the result of a tiny run of each recipe, or raises."""
 
 import dataclasses
 from dataclasses import replace
@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from poise.config import AlgorithmConfig, Config, OptimizerConfig, RolloutConfig
+from poise.config import AlgorithmConfig, Config, ConfigError, CriticConfig, OptimizerConfig, RolloutConfig
 from poise.loop import Rollout, train
+from poise.recipes import RECIPES
+from poise.train.critic import make_critic
 from poise.train.packing import pack
 from poise.train.trainer import MismatchError, Trainer
 from poise.types import Stop
@@ -42,6 +44,23 @@ ALGORITHM = {
     "veto_below": (0.5, {}),
     "replay_routes": ("engine", {}),
     "recompute_old_log_probs": ("bfloat16", {}),
+}
+PPO = {"normalize_advantages": "gae", "updates_per_batch": 2}
+# With PPO's keys beneath, what needs another value to have something to do.
+PPO_ALGORITHM = {
+    "clip_high": (50.0, {}),  # what moves up moves past both of the other bounds
+    "updates_per_batch": (3, {}),
+}
+CRITIC = {
+    "backbone": ("shared", {}),
+    "gamma": (0.9, {}),
+    "lam": (0.9, {}),
+    "whiten_advantages": (False, {}),
+    "learning_rate": (0.3, {}),
+    "pretrain_steps": (1, {}),
+    "value_clip": (0.01, {}),
+    "value_weight": (0.1, {"backbone": "shared"}),
+    "normalize_returns": ("popart", {}),
 }
 OPTIMIZER = {
     "learning_rate": 0.01,
@@ -93,14 +112,16 @@ def play(make_model, make_trajectories):
         changes = {"turns": tuple(turns), "group_id": number // 3, "reward": float(generator.normal()), "stop": stop}
         groups[number // 3].append([replace(trajectory, **changes)])
 
-    def run(algorithm, optimizer):
+    def run(algorithm, optimizer, critic=None):
         # Everything is far from the engine here, so the bound on the mismatch is out of the way unless asked for.
         config = Config(
             rollout=ROLLOUT,
             algorithm=AlgorithmConfig(**{"max_mismatch": 1e9} | algorithm),
+            critic=CriticConfig(**critic or {}),
             optimizer=OptimizerConfig(**{"learning_rate": 0.03, "warmup_steps": 0} | optimizer),
         )
-        trainer = Trainer(make_model(), config)
+        model = make_model()
+        trainer = Trainer(model, config, critic=make_critic(model, config))
         rollouts = [Rollout(groups=groups, seconds=1.0)] * 2
         train(trainer, trainer.make_reference(), Engine(), rollouts, config, first_step=1, on_step=lambda *_: None)
         return trainer.model.state_dict()
@@ -122,9 +143,49 @@ def test_a_key_of_the_algorithm_changes_the_result(play, key):
     assert not equal(play(needs | {key: value}, optimizer), before)
 
 
+def changes(section):
+    """The keys of a section that are not at their default."""
+    return {
+        f.name: getattr(section, f.name) for f in dataclasses.fields(section) if getattr(section, f.name) != f.default
+    }
+
+
+def test_these_are_the_objectives_of_the_recipes():
+    """The fixed rollouts stand for a recipe's; its objective is one of the two that are walked here."""
+    objectives = {
+        name: (changes(recipe().algorithm), set(changes(recipe().critic))) for name, recipe in RECIPES.items()
+    }
+    for name, objective in objectives.items():
+        assert objective in (({}, set()), (PPO, {"learning_rate"})), name
+    assert len({str(objective) for objective in objectives.values()}) == 2
+
+
+@pytest.mark.parametrize("key", CRITIC)
+def test_a_key_of_the_critic_changes_the_result(play, key):
+    value, needs = CRITIC[key]
+    needs = {"learning_rate": 0.1} | needs
+    before = play(PPO, {}, needs)
+    assert equal(play(PPO, {}, needs), before), "the run itself must repeat"
+    assert not equal(play(PPO, {}, needs | {key: value}), before)
+
+
+@pytest.mark.parametrize("key", ALGORITHM)
+def test_a_key_of_the_algorithm_changes_the_result_with_a_critic_or_raises(play, key):
+    value, needs = PPO_ALGORITHM.get(key, ALGORITHM[key])
+    needs = PPO | needs
+    if key == "turn_discount":
+        with pytest.raises(ConfigError, match=r"critic\.gamma discounts"):
+            AlgorithmConfig(**needs | {key: value})
+        return
+    optimizer = {"learning_rate": 1e-4} if "reject" in key or "veto" in key else {}
+    before = play(needs, optimizer)
+    assert not equal(play(needs | {key: value}, optimizer), before)
+
+
 @pytest.mark.parametrize("key", OPTIMIZER)
-def test_a_key_of_the_optimizer_changes_the_result(play, key):
-    assert not equal(play({}, {key: OPTIMIZER[key]}), play({}, {}))
+@pytest.mark.parametrize("algorithm", [{}, PPO], ids=["groups", "critic"])
+def test_a_key_of_the_optimizer_changes_the_result(play, algorithm, key):
+    assert not equal(play(algorithm, {key: OPTIMIZER[key]}), play(algorithm, {}))
 
 
 def test_the_bound_on_the_mismatch_raises(play):
@@ -135,4 +196,5 @@ def test_the_bound_on_the_mismatch_raises(play):
 def test_no_key_is_forgotten():
     # `max_resamples` acts on the rollout, see test_loop.py.
     assert {*ALGORITHM, "max_mismatch", "max_resamples"} == {f.name for f in dataclasses.fields(AlgorithmConfig)}
+    assert set(CRITIC) == {f.name for f in dataclasses.fields(CriticConfig)}
     assert set(OPTIMIZER) == {f.name for f in dataclasses.fields(OptimizerConfig)}

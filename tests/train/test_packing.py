@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poise.train.packing import pack, pack_demonstrations
+from poise.train.packing import TokenCredit, pack, pack_demonstrations
 from poise.types import Stop, Trajectory, Turn
 
 
@@ -128,3 +128,21 @@ def test_what_cannot_be_packed_is_refused_with_its_number():
 
 def test_no_trajectories_make_no_batches():
     assert pack([], torch.zeros(0), tokens_per_microbatch=7) == []
+
+
+def test_token_credits_stand_at_the_sampled_tokens():
+    def credit(advantages, values, returns):
+        return TokenCredit(
+            advantages=torch.tensor(advantages), values=torch.tensor(values), returns=torch.tensor(returns)
+        )
+
+    long = credit([1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0])
+    short = credit([0.5, 0.25], [0.0, 1.0], [2.0, 3.0])
+    (batch,) = pack([SHORT, LONG], [short, long], tokens_per_microbatch=8)
+    assert batch.advantages.tolist() == [0.5, 0.25, 0, 0, 1, 2, 0, 3]
+    assert batch.values.tolist() == [0, 1, 0, 0, 4, 5, 0, 6]
+    assert batch.returns.tolist() == [2, 3, 0, 0, 7, 8, 0, 9]
+    with pytest.raises(ValueError, match=r"advantages\[0\].advantages has 2 numbers for 3 sampled tokens"):
+        pack([LONG], [short], tokens_per_microbatch=8)
+    with pytest.raises(ValueError, match="a TokenCredit for all or for none"):
+        pack([SHORT, LONG], [short, torch.tensor(1.0)], tokens_per_microbatch=8)

@@ -1,6 +1,7 @@
 """Advantages: how much better an episode did than its siblings."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -129,3 +130,19 @@ def gae(
             next_value = value[t]
             advantages[t], returns[t] = next_advantage, next_advantage + next_value
     return advantages.to(rewards.device), returns.to(rewards.device)
+
+
+def explained_variance(values: Float[Tensor, " T"], returns: Float[Tensor, " T"]) -> float:
+    """Share of the variance of the returns that the values account for: 1 - Var(returns - values) / Var(returns).
+
+    1: they are right but for a constant; 0: no better than any constant; negative: worse. NaN where the returns are all
+    equal, since there is nothing to explain. Two passes in float64.
+    """
+    variance = _variance(returns.double())
+    return 1 - _variance(returns.double() - values.double()) / variance if variance > 0 else math.nan
+
+
+def _variance(values: Tensor) -> float:
+    # Around a member first, so that equal numbers give exactly 0.
+    centred = values - values[0]
+    return (centred - centred.mean()).square().mean().item()

@@ -81,6 +81,40 @@ def policy_loss(
     return (losses if weights is None else weights * losses).sum(), metrics
 
 
+def value_loss(
+    values: Float[Tensor, " T"],
+    old_values: Float[Tensor, " T"],
+    returns: Float[Tensor, " T"],
+    mask: Bool[Tensor, " T"],
+    *,
+    clip: float,
+    weights: Float[Tensor, " T"] | None = None,
+) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+    """The critic's loss, summed over the masked tokens with ``weights`` (None: 1 each).
+
+    max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2, the squared error of PPO (Schulman et al. 2017, equation
+    9) with a bound on how far a value moves in one batch (that of OpenAI's baselines; Engstrom et al. 2020,
+    "Implementation Matters in Deep Policy Gradients", section 3). ``clip`` 0: without the bound.
+
+    A value that has moved past the bound towards its return has no gradient; one that has moved away keeps it.
+    What stands outside the mask reaches neither loss nor gradient. Metrics, detached sums: ``clipped_values`` counts
+    what the bound took the gradient from, ``unweighted`` is the loss without weights. Raises ValueError for a negative
+    ``clip``.
+    """
+    if clip < 0:
+        raise ValueError(f"clip must be at least 0, got {clip}")
+    values, old_values, returns = (v.masked_fill(~mask, 0.0) for v in (values, old_values.detach(), returns.detach()))
+    losses = (values - returns).square()
+    is_clipped = torch.zeros_like(mask)
+    if clip > 0:
+        moved = values - old_values
+        bounded = (old_values + moved.clamp(-clip, clip) - returns).square()
+        is_clipped = mask & (moved.detach().abs() > clip) & (bounded >= losses).detach()
+        losses = torch.maximum(losses, bounded)
+    metrics = {"clipped_values": is_clipped.sum(), "unweighted": losses.detach().sum() / 2}
+    return (losses if weights is None else weights * losses).sum() / 2, metrics
+
+
 def aggregation_weights(
     mask: Bool[Tensor, " T"], cu_seqlens: Int[Tensor, " N1"], aggregation: Aggregation, *, max_tokens: int
 ) -> tuple[Float[Tensor, " T"], int]:

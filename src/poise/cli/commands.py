@@ -50,7 +50,7 @@ def _require_resumable(before: Config, config: Config) -> None:
     free = {"run.steps", "run.save_every", "run.eval_every", "run.eval_problems", "run.log_trajectories_every"}
     free |= {"run.trackers", "optimizer.learning_rate", "optimizer.max_grad_norm", "algorithm.clip_low"}
     free |= {f"parallel.{field.name}" for field in dataclasses.fields(ParallelConfig)}
-    free |= {"algorithm.clip_high", "algorithm.entropy_weight", "model.device", "run.recompute"}
+    free |= {"algorithm.clip_high", "algorithm.entropy_weight", "critic.learning_rate", "model.device", "run.recompute"}
     for section in dataclasses.fields(Config):
         old, new = getattr(before, section.name), getattr(config, section.name)
         for field in dataclasses.fields(old):
@@ -113,7 +113,7 @@ def _checkpoint_config(args: list[str], command: str) -> Config:
     settings = replace(default.run, eval_problems=0, tokens_per_microbatch=10**9)
     default = replace(default, run=settings, model=replace(default.model, path=str(checkpoint)))
     config = parse(default, args[1:], prog=f"poise {command} {folder}")
-    for section in ("algorithm", "optimizer", "warm_start"):
+    for section in ("algorithm", "critic", "optimizer", "warm_start"):
         if getattr(config, section) != getattr(default, section):
             raise ConfigError(f"--{section.replace('_', '-')}.* does nothing in poise {command}, which does not train")
     return config

@@ -4,6 +4,7 @@ Field comments become the help text of the command line: one line each, with the
 """
 
 from poise.config.algorithm import AlgorithmConfig
+from poise.config.critic import CriticConfig
 from poise.config.errors import ConfigError, RunError
 from poise.config.model import ModelConfig
 from poise.config.parallel import ParallelConfig
@@ -16,6 +17,7 @@ __all__ = [
     "AlgorithmConfig",
     "Config",
     "ConfigError",
+    "CriticConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",

@@ -14,10 +14,10 @@ class AlgorithmConfig:
     """Policy loss: "clip" (PPO, GRPO, DAPO), "dual_clip", "gspo" (ratio of the sequence), "cispo", "reinforce"."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """Mean over "token" (DAPO), of "sequence" means (GRPO), or sums over max_context_tokens: "constant" (Dr.GRPO)."""
-    normalize_advantages: Literal["std", "none", "leave_one_out", "global"] = "std"
-    """Baseline: "std" (GRPO), "none" (mean only, Dr.GRPO), "leave_one_out" (RLOO), "global" (REINFORCE++)."""
+    normalize_advantages: Literal["std", "none", "leave_one_out", "global", "gae"] = "std"
+    """Baseline: "std" (GRPO), "none" (mean, Dr.GRPO), "leave_one_out" (RLOO), "global" (REINFORCE++), "gae" (PPO)."""
     credit: Literal["episode", "turn"] = "episode"
-    """One advantage an "episode", or one a "turn", from the rewards at and after it."""
+    """One advantage an "episode", or one a "turn", from the rewards at and after it; gae: which rewards there are."""
     turn_discount: float = 1.0
     """Discount between turns, in [0, 1] (credit turn)."""
     clip_low: float = 0.2
@@ -98,6 +98,7 @@ class AlgorithmConfig:
                 'a ratio, which algorithm.loss "reinforce" lacks',
             ),
             ("turn_discount", self.credit == "turn", 'algorithm.credit "turn"'),
+            ("turn_discount", self.normalize_advantages != "gae", "a baseline of episodes; critic.gamma discounts"),
             ("kl_in kl_estimator", self.kl_weight > 0, "a positive algorithm.kl_weight"),
             ("kl_estimator", self.kl_in == "loss", 'algorithm.kl_in "loss"'),
             ("correction_level correction_high normalize_correction", has_correction, "algorithm.correction"),
@@ -111,6 +112,11 @@ class AlgorithmConfig:
             self.replay_routes != "trainer" or self.updates_per_batch > 1,
             'algorithm.replay_routes "trainer" needs algorithm.updates_per_batch of 2 or more: one update has one pass',
         )
+
+    @property
+    def has_group_baseline(self) -> bool:
+        """Whether an episode is compared with its siblings, of which it then needs at least one."""
+        return self.normalize_advantages not in ("global", "gae")
 
     @property
     def rejects(self) -> bool:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from poise.config.algorithm import AlgorithmConfig
+from poise.config.critic import CriticConfig
 from poise.config.errors import require
 from poise.config.model import ModelConfig
 from poise.config.parallel import ParallelConfig
@@ -19,6 +20,7 @@ class Config:
     task: TaskConfig = field(default_factory=TaskConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     run: RunConfig = field(default_factory=RunConfig)
@@ -31,10 +33,19 @@ class Config:
                 f"model.sliding_window ({self.model.sliding_window}) is larger than rollout.max_context_tokens "
                 f"({self.rollout.max_context_tokens})",
             )
-        has_group_of_one = self.algorithm.normalize_advantages == "global" and self.algorithm.max_resamples == 0
+        has_group_of_one = not self.algorithm.has_group_baseline and self.algorithm.max_resamples == 0
         require(
             self.rollout.group_size > 1 or has_group_of_one,
             "rollout.group_size must be at least 2: a group baseline needs siblings, and so does max_resamples",
+        )
+        for name in self.critic.changed:
+            require(
+                self.algorithm.normalize_advantages == "gae",
+                f'critic.{name} does nothing without algorithm.normalize_advantages "gae": there is no critic',
+            )
+        require(
+            "value_clip" not in self.critic.changed or self.algorithm.updates_per_batch > 1,
+            "critic.value_clip does nothing with algorithm.updates_per_batch of 1: no value has moved yet",
         )
         require(
             self.algorithm.overlong_buffer_tokens <= self.rollout.max_context_tokens,

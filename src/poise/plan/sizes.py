@@ -118,6 +118,9 @@ class _Sizes:
             items["optimizer"] = 2 * shard * self.width
             if self.config.algorithm.kl_weight > 0:
                 items["reference"] = shard * self.width
+            if self.config.algorithm.normalize_advantages == "gae" and self.config.critic.backbone == "own":
+                # Weights and moments. Its gradients and activations live when the policy's do not, and are no larger.
+                items["critic"] = 3 * (shard - self.head // self.mesh.num_ranks) * self.width
         items["engine cache"] = self.num_slots * (
             2 * cached * model.num_kv_heads * model.head_dim * self.width + routes
         )

@@ -1,8 +1,11 @@
 """Recipes that learn on a two-core machine without a GPU, in minutes, from random weights."""
 
+from dataclasses import replace
+
 from poise.config import (
     AlgorithmConfig,
     Config,
+    CriticConfig,
     ModelConfig,
     OptimizerConfig,
     RolloutConfig,
@@ -28,6 +31,18 @@ def arithmetic_tiny() -> Config:
         optimizer=OptimizerConfig(learning_rate=2e-4),
         warm_start=WarmStartConfig(steps=1600, demonstrations_per_step=32, learning_rate=2e-3, warmup_steps=30),
         run=RunConfig(name="arithmetic_tiny", steps=60),
+    )
+
+
+def ppo_tiny() -> Config:
+    """arithmetic_tiny with PPO: a critic of its own values every token, and no problem needs a second episode."""
+    recipe = arithmetic_tiny()
+    return replace(
+        recipe,
+        rollout=replace(recipe.rollout, groups_per_step=128, group_size=1),
+        algorithm=AlgorithmConfig(normalize_advantages="gae", updates_per_batch=2),
+        critic=CriticConfig(learning_rate=1e-3),
+        run=replace(recipe.run, name="ppo_tiny"),
     )
 
 

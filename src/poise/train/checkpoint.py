@@ -14,6 +14,7 @@ import torch
 
 from poise.model import GptOss, read_config, save_model
 from poise.parallel import ALONE, Mesh, load_parts
+from poise.train.critic import Critic
 from poise.train.sharded import Saving, is_sharded, load_sharded, load_whole_optimizer, start_saving
 
 STATE_FILE = "trainer_state.pt"
@@ -27,12 +28,14 @@ def save_checkpoint(
     state: dict[str, Any],
     save_tokenizer: Callable[[Path], None],
     mesh: Mesh = ALONE,
+    critic: Critic | None = None,
 ) -> Saving:
     """Write ``folder``: the model in float32 as a Hugging Face folder, and ``trainer_state.pt`` beside it.
 
     ``state``: the caller's place in the run (step, position in the data, generators): numbers, strings, None, tensors,
     and lists, tuples and dicts of these. ``save_tokenizer`` is called with the folder to write the tokenizer's files
-    into. The random states of torch, its CUDA devices, numpy and python travel along.
+    into. The random states of torch, its CUDA devices, numpy and python travel along, and so does a ``critic`` with its
+    optimizer, in its own type.
 
     Everything is written aside, flushed to disk, then renamed: a folder of this name is whole or absent. An older one
     of the same name is replaced. Raises TypeError, naming the key, for a state that could not be read back.
@@ -43,6 +46,8 @@ def save_checkpoint(
     folder = Path(folder)
     _require_plain(state, "state")
     rest: dict[str, Any] = {"random": _random_state(), "state": state}
+    if critic is not None:
+        rest["critic"] = {"model": critic.state_dict(), "optimizer": critic.optimizer.state_dict()}
     if mesh.shards is not None:
         return start_saving(
             folder,
@@ -77,13 +82,18 @@ def _publish(whole: Path, folder: Path) -> None:
 
 
 def load_checkpoint(
-    folder: str | os.PathLike[str], *, model: GptOss, optimizer: torch.optim.Optimizer, mesh: Mesh = ALONE
+    folder: str | os.PathLike[str],
+    *,
+    model: GptOss,
+    optimizer: torch.optim.Optimizer,
+    mesh: Mesh = ALONE,
+    critic: Critic | None = None,
 ) -> dict[str, Any]:
-    """Fill ``model`` and ``optimizer``, set every random state, return the caller's ``state``.
+    """Fill ``model``, ``optimizer`` and ``critic``, set every random state, return the caller's ``state``.
 
     Whatever mesh, or single process, has written the folder, any other can read it. Call it last before the run goes
     on: whatever draws random numbers in between would shift the sequence. Raises FileNotFoundError for a folder that is
-    no checkpoint of a run, and ValueError for one of another model.
+    no checkpoint of a run, and ValueError for one of another model or, where there is a ``critic``, without one.
     """
     folder = Path(folder)
     saved = _read(folder, mmap=mesh.shards is not None)
@@ -96,6 +106,11 @@ def load_checkpoint(
             optimizer.load_state_dict(saved["optimizer"])
         else:
             load_whole_optimizer(saved["optimizer"], model, optimizer, mesh)
+    if critic is not None:
+        if "critic" not in saved:
+            raise ValueError(f"{folder} holds no critic to go on with")
+        critic.load_state_dict(saved["critic"]["model"])
+        critic.optimizer.load_state_dict(saved["critic"]["optimizer"])
     _set_random_state(saved["random"])
     return saved["state"]
 

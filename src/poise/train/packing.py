@@ -15,28 +15,35 @@ Demonstration = Sequence[tuple[Sequence[int], Sequence[int]]]
 """Turns of (observation_ids, action_ids)."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenCredit:
+    """Of each sampled token of a stream, in order: its advantage, what the critic expected, what it should have."""
+
+    advantages: Float[Tensor, " n"]
+    values: Float[Tensor, " n"]
+    returns: Float[Tensor, " n"]
+
+
 def pack(
     trajectories: Sequence[Trajectory],
-    advantages: Float[Tensor, " N"] | Sequence[Float[Tensor, " turns"]],
+    advantages: Float[Tensor, " N"] | Sequence[Float[Tensor, " turns"] | TokenCredit],
     *,
     tokens_per_microbatch: int,
 ) -> list[Batch]:
     """Micro-batches of at most ``tokens_per_microbatch`` rows.
 
     A trajectory of n tokens gives n - 1 rows: row t reads token t and speaks of token t + 1. ``advantages[i]`` goes to
-    each token that was sampled in trajectory i; where it holds one number a turn, to those of that turn. First-fit
-    decreasing: the longest first, each into the first micro-batch with room (ties in the order given), so the outcome
-    depends on nothing but the lengths. A trajectory in
-    which nothing was sampled takes part and changes nothing. Raises ValueError for a trajectory that does not fit, ends
-    in ENV_ERROR or has fewer than two tokens, where only some carry routes, and where a token but the first lacks them.
+    each token that was sampled in trajectory i; where it holds one number a turn, to those of that turn; a
+    ``TokenCredit`` has a number for each. First-fit decreasing: the longest first, each into the first micro-batch with
+    room (ties in the order given), so the outcome depends on nothing but the lengths. A trajectory in which nothing was
+    sampled takes part and changes nothing. Raises ValueError for a trajectory that does not fit, ends in ENV_ERROR or
+    has fewer than two tokens, where only some carry routes or a TokenCredit, where a token but the first lacks routes,
+    and for as many numbers as there are neither turns nor tokens.
     """
     if len(advantages) != len(trajectories):
         raise ValueError(f"advantages has {len(advantages)} entries for {len(trajectories)} trajectories")
     sequences = []
     for index, (trajectory, advantage) in enumerate(zip(trajectories, advantages, strict=True)):
-        num_turns = len(trajectory.turns)
-        if advantage.dim() and len(advantage) != num_turns:
-            raise ValueError(f"advantages[{index}] has {len(advantage)} numbers for {num_turns} turns")
         if trajectory.stop is Stop.ENV_ERROR:
             raise ValueError(f"trajectory {index} ({trajectory.episode_id}) ended in ENV_ERROR: never trained on")
         sequences.append(
@@ -44,8 +51,8 @@ def pack(
                 token_ids=np.array(trajectory.token_ids, dtype=np.int64),
                 mask=np.array(trajectory.response_mask, dtype=bool),
                 rollout_log_probs=np.array(trajectory.rollout_log_probs, dtype=np.float32),
-                advantages=_token_advantages(trajectory, advantage.expand(num_turns).tolist()),
                 routes=_routes(trajectory),
+                **_credits(trajectory, advantage, f"advantages[{index}]"),
             )
         )
     return _pack(sequences, tokens_per_microbatch)
@@ -80,6 +87,8 @@ class _Sequence:
     mask: NDArray[np.bool_]
     rollout_log_probs: NDArray[np.float32]
     advantages: NDArray[np.float32]
+    values: NDArray[np.float32] | None = None
+    returns: NDArray[np.float32] | None = None
     routes: NDArray[np.int16] | None = None
 
     @property
@@ -87,14 +96,24 @@ class _Sequence:
         return len(self.token_ids) - 1
 
 
-def _token_advantages(trajectory: Trajectory, advantages: Sequence[float]) -> NDArray[np.float32]:
-    """Each turn's at its sampled tokens, 0 at observations."""
-    parts = [
-        part
-        for turn, advantage in zip(trajectory.turns, advantages, strict=True)
-        for part in (np.zeros(len(turn.observation_ids)), np.full(len(turn.action_ids), advantage))
-    ]
-    return np.concatenate(parts).astype(np.float32) if parts else np.zeros(0, dtype=np.float32)
+def _credits(trajectory: Trajectory, credit: Tensor | TokenCredit, name: str) -> dict[str, NDArray[np.float32]]:
+    """Numbers at the sampled tokens, 0 at observations."""
+    turns = trajectory.turns
+    if isinstance(credit, TokenCredit):
+        per_token = vars(credit)
+    else:
+        if credit.dim() and len(credit) != len(turns):
+            raise ValueError(f"{name} has {len(credit)} numbers for {len(turns)} turns")
+        counts = torch.tensor([len(turn.action_ids) for turn in turns], dtype=torch.int64)
+        per_token = {"advantages": credit.expand(len(turns)).cpu().repeat_interleave(counts)}
+    mask = np.array(trajectory.response_mask, dtype=bool)
+    placed = {}
+    for field, numbers in per_token.items():
+        if len(numbers) != mask.sum():
+            raise ValueError(f"{name}.{field} has {len(numbers)} numbers for {mask.sum()} sampled tokens")
+        placed[field] = np.zeros(len(mask), dtype=np.float32)
+        placed[field][mask] = numbers.cpu().numpy()
+    return placed
 
 
 def _routes(trajectory: Trajectory) -> NDArray[np.int16] | None:
@@ -119,6 +138,8 @@ def _pack(sequences: Sequence[_Sequence], tokens_per_microbatch: int) -> list[Ba
             )
     if len({sequence.routes is None for sequence in sequences}) > 1:
         raise ValueError("trajectories: routes are recorded for all or for none")
+    if len({sequence.values is None for sequence in sequences}) > 1:
+        raise ValueError("advantages: a TokenCredit for all or for none")
     bins = first_fit_decreasing([sequence.num_rows for sequence in sequences], tokens_per_microbatch)
     return [_batch([sequences[index] for index in members]) for members in bins]
 
@@ -152,5 +173,12 @@ def _batch(sequences: Sequence[_Sequence]) -> Batch:
         response_mask=torch.from_numpy(mask),
         rollout_log_probs=torch.from_numpy(np.concatenate([sequence.rollout_log_probs[1:] for sequence in sequences])),
         advantages=torch.from_numpy(np.concatenate([sequence.advantages[1:] for sequence in sequences])),
+        values=_joined([sequence.values for sequence in sequences]),
+        returns=_joined([sequence.returns for sequence in sequences]),
         routes=torch.from_numpy(np.concatenate(routes)) if routes else None,
     )
+
+
+def _joined(arrays: Sequence[NDArray[np.float32] | None]) -> Tensor | None:
+    known = [array[1:] for array in arrays if array is not None]
+    return torch.from_numpy(np.concatenate(known)) if known else None

@@ -11,14 +11,14 @@ from poise.algo.correction import rollout_correction
 from poise.algo.losses import kl, sequence_sums
 from poise.config import Config, RunError
 from poise.model import GptOss
-from poise.train.packing import first_fit_decreasing, pack
+from poise.train.packing import TokenCredit, first_fit_decreasing, pack
 from poise.train.trainer import Trainer
 from poise.types import Stop, Trajectory
 
 Episode = list[Trajectory]
 Group = list[Episode]
-Scored = list[tuple[Trajectory, Tensor]]
-"""Trajectories that are trained on, each with its advantage: one number, or one a turn."""
+Scored = list[tuple[Trajectory, Tensor | TokenCredit]]
+"""Trajectories that are trained on, each with its advantage: one number, one a turn, or one a sampled token."""
 
 
 class RolloutError(RunError):
@@ -40,20 +40,22 @@ def trainable_groups(groups: Sequence[Group], config: Config) -> list[Group]:
     def is_used(episode: Episode) -> bool:
         return is_trainable(episode) and not (filters and episode[0].stop is Stop.MAX_TOKENS)
 
-    why = "no group has two episodes that can be trained on: see the warnings about env_error above"
+    few = "no episode" if config.algorithm.normalize_advantages == "gae" else "no group with two episodes"
+    why = f"there is {few} that can be trained on: see the warnings about env_error above"
     if filters:
         why += ', and algorithm.overlong "filter", which drops the episodes that a limit of tokens cut'
     return with_baseline([[episode for episode in group if is_used(episode)] for group in groups], config, why=why)
 
 
 def with_baseline(groups: Sequence[Group], config: Config, *, why: str) -> list[Group]:
-    """Without the groups that are left with fewer than two episodes, which have no baseline (``global``: none).
+    """Without the groups that are left with too few episodes: one has no siblings to be compared with, and for
+    ``global`` and ``gae`` needs none.
 
-    Raises RolloutError with the sentence ``why`` where too few episodes are left.
+    Raises RolloutError with the sentence ``why`` where fewer than two episodes are left (``gae``: none).
     """
-    is_global = config.algorithm.normalize_advantages == "global"
-    groups = [group for group in groups if len(group) > (0 if is_global else 1)]
-    if sum(len(group) for group in groups) < 2:
+    algorithm = config.algorithm
+    groups = [group for group in groups if len(group) > (1 if algorithm.has_group_baseline else 0)]
+    if sum(len(group) for group in groups) < (1 if algorithm.normalize_advantages == "gae" else 2):
         raise RolloutError(why)
     return groups
 
@@ -84,11 +86,12 @@ def screened(
 
     Rejection: an episode leaves where rollout correction rejects one of its streams (``reject_by``, ``veto_below``).
     KL in the reward: reward - kl_weight sum_t (log_probs - ref_log_probs) over its tokens, k1, whose expectation is the
-    KL of the policy from the reference (Stiennon et al. 2020, section 3.4). Takes one forward pass more. Raises
-    RolloutError, naming the bound, where it rejects too many.
+    KL of the policy from the reference (Stiennon et al. 2020, section 3.4); with a critic, tokens pay (``credited``).
+    Takes one forward pass more. Raises RolloutError, naming the bound, where it rejects too many.
     """
     algorithm = config.algorithm
-    reads_reference = algorithm.kl_weight > 0 and algorithm.kl_in == "reward"
+    has_critic = algorithm.normalize_advantages == "gae"
+    reads_reference = algorithm.kl_weight > 0 and algorithm.kl_in == "reward" and not has_critic
     if not algorithm.rejects and not reads_reference:
         return list(groups), {}
     streams = [stream for group in groups for episode in group for stream in episode if stream.is_trainable]
@@ -119,8 +122,13 @@ def screened(
 
 
 def scored(groups: Sequence[Group], config: Config) -> list[Scored]:
-    """The trained trajectories of each group with their advantages (``normalize_advantages``, ``credit``)."""
+    """The trained trajectories of each group with their advantages (``normalize_advantages``, ``credit``).
+
+    Raises ValueError for "gae", whose advantages are a critic's.
+    """
     algorithm = config.algorithm
+    if algorithm.normalize_advantages == "gae":
+        raise ValueError('algorithm.normalize_advantages "gae" needs a critic: see credited')
     episodes = [episode for group in groups for episode in group]
     group_ids = torch.tensor([episode[0].group_id for episode in episodes])
     rewards = torch.tensor([episode[0].reward for episode in episodes], dtype=torch.float64)

@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from poise.algo.correction import mismatch, rollout_correction
 from poise.algo.losses import aggregation_weights, kl, policy_loss
-from poise.config import AlgorithmConfig, Config, ConfigError, RunError
+from poise.config import AlgorithmConfig, Config, RunError
 from poise.model import GptOss, packed_attend, top_k_route
 from poise.model.gpt_oss import Attend, Route
 from poise.ops.log_probs import token_log_probs
 from poise.parallel import ALONE, Mesh, frozen_copy, padded_borders, rows_of_rank, ulysses, whole_rows
+from poise.train.critic import Critic
 from poise.train.optimizer import Schedule, adamw, steps_done, update, warmup_schedule
 from poise.train.replay import recording_route, replay_route
 from poise.train.totals import Totals, correction_means
@@ -38,7 +39,8 @@ class Trainer:
 
     ``mesh``: the ranks that share the work. Each of them calls the same methods with the same batches, all of a step;
     within, a micro-batch is computed at one place of the mesh, and what comes of it is known to all.
-    ``attend``: from ``cu_seqlens`` to the attention that the model is given.
+    ``attend``: from ``cu_seqlens`` to the attention that the model is given. ``critic``: of PPO, which ``step`` updates
+    too; it has an optimizer of its own, and a mesh of one rank.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Trainer:
         schedule: Schedule | None = None,
         mesh: Mesh = ALONE,
         attend: Callable[[Tensor], Attend] = packed_attend,
+        critic: Critic | None = None,
     ) -> None:
         self.model = model
         self.config = config
@@ -57,6 +60,7 @@ class Trainer:
             raise ConfigError("algorithm.recompute_old_log_probs is an experiment for one process, without torchrun")
         self.schedule = schedule or warmup_schedule(config.optimizer)
         self.device = mesh.device or model.lm_head.weight.device
+        self.critic = critic
         self.optimizer = adamw(model, config.optimizer, self.device)
 
     @property
@@ -87,13 +91,21 @@ class Trainer:
         model = self.model if model is None else model
         temperature = self.config.rollout.temperature if temperature is None else temperature
         batch = self._to_device(batch)
+        return self._log_probs_from(self._hidden(batch, model, route), batch, model, temperature)
+
+    def _hidden(self, batch: Batch, model: GptOss, route: Route | None = None) -> Tensor:
+        """Hidden states of this rank's rows."""
         route = route or top_k_route(model.config.experts_per_token)
-        num_rows, mesh, how = len(batch.input_ids), self.mesh, self.config.run.recompute
-        attend = ulysses(self.attend(padded_borders(batch.cu_seqlens, num_rows, mesh)), mesh)
-        input_ids, position_ids, target_ids, mask = (
-            rows_of_rank(x, mesh) for x in (batch.input_ids, batch.position_ids, batch.target_ids, batch.response_mask)
-        )
-        hidden = model(input_ids, position_ids, attend, route, recompute=how)
+        mesh, how = self.mesh, self.config.run.recompute
+        attend = ulysses(self.attend(padded_borders(batch.cu_seqlens, len(batch.input_ids), mesh)), mesh)
+        input_ids, position_ids = (rows_of_rank(x, mesh) for x in (batch.input_ids, batch.position_ids))
+        return model(input_ids, position_ids, attend, route, recompute=how)
+
+    def _log_probs_from(
+        self, hidden: Tensor, batch: Batch, model: GptOss, temperature: float
+    ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
+        num_rows, mesh = len(batch.input_ids), self.mesh
+        target_ids, mask = (rows_of_rank(x, mesh) for x in (batch.target_ids, batch.response_mask))
         values = token_log_probs(hidden[mask], model.lm_head.weight, target_ids[mask], temperature=temperature)
         log_probs, entropy = (
             whole_rows(hidden.new_zeros(len(mask), dtype=v.dtype).masked_scatter(mask, v), num_rows, mesh)
@@ -126,6 +138,23 @@ class Trainer:
         """Batches that know the frozen reference."""
         return self._map(lambda b: replace(b, ref_log_probs=self._log_probs_on(b, reference)), batches)
 
+    @torch.no_grad()
+    def with_values(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Batches that know what the critic expects now; a shared backbone takes the routes that a batch carries.
+
+        Raises ValueError without a critic.
+        """
+        if self.critic is None:
+            raise ValueError("with_values needs a critic")
+        valued = []
+        for batch in batches:
+            here = self._to_device(batch)
+            replays = batch.routes is not None and self.config.algorithm.replay_routes == "engine"
+            backbone = self.critic.backbone or self.model
+            hidden = self._hidden(here, backbone, self._route(here) if replays and self.critic.is_shared else None)
+            valued.append(replace(batch, values=self.critic.values(hidden, here).to(batch.input_ids.device)))
+        return valued
+
     def _map(self, function: Callable[[Batch], Batch], batches: Sequence[Batch]) -> list[Batch]:
         return self.mesh.map(function, batches, _inert(batches[0])) if batches else []
 
@@ -134,6 +163,7 @@ class Trainer:
         batches: Sequence[Batch],
         *,
         max_mismatch: float | None = None,
+        trains_policy: bool = True,
         on_batch: Callable[[int], None] = lambda num_tokens: None,
     ) -> dict[str, float]:
         """One policy-gradient step over the micro-batches together.
@@ -147,6 +177,9 @@ class Trainer:
         mismatch is above ``max_mismatch`` (nats; None: no bound), CorrectionError where every token is masked, and
         GradientError for a gradient that is not finite. ``on_batch(num_tokens)`` is called after each micro-batch that
         has a response token.
+
+        With a critic, its value loss, aggregated in the same way, updates it too: on a shared backbone as one more term
+        of the loss, with ``value_weight``; on its own afterwards. ``trains_policy`` False: nothing else is updated.
         """
         algorithm = self.config.algorithm
         if algorithm.kl_weight > 0 and algorithm.kl_in == "loss" and any(b.ref_log_probs is None for b in batches):
@@ -180,13 +213,30 @@ class Trainer:
                 f"within correction_low ({algorithm.correction_low:g}) and correction_high "
                 f"({algorithm.correction_high:g})"
             )
-        return means | self._update() | _throughput(batches, num_tokens, started)
+        numbers = self._update() if trains_policy else self._left_alone()
+        if self.critic is not None:
+            numbers |= self._critic_step(self.critic, batches, normalizer, num_tokens)
+        return means | numbers | _throughput(batches, num_tokens, started)
+
+    def _critic_step(
+        self, critic: Critic, batches: Sequence[Batch], normalizer: int, num_tokens: int
+    ) -> dict[str, float]:
+        """On its own backbone: forward and backward over the micro-batches. On the policy's that is done already."""
+        totals = Totals()
+        if critic.backbone is not None:
+            for batch in self._with_response(batches):
+                hidden = self._hidden(batch, critic.backbone)
+                loss, numbers = critic.loss(hidden, batch, self._aggregation_weights(batch)[0])
+                (loss / normalizer).backward()
+                totals.add(**numbers)
+        return totals.per_token(num_tokens) | critic.update()
 
     def _loss(self, batch: Batch, mean_weight: float, totals: "Totals") -> Tensor:
         """The weighted sum of one micro-batch, with its graph; numbers about it go to ``totals``."""
         algorithm, mask = self.config.algorithm, batch.response_mask
         drifted: list[Tensor] = []
-        log_probs, entropy = self.log_probs(batch, route=self._route(batch, drifted))
+        hidden = self._hidden(batch, self.model, self._route(batch, drifted))
+        log_probs, entropy = self._log_probs_from(hidden, batch, self.model, self.config.rollout.temperature)
         if drifted:
             whole = whole_rows(torch.stack(drifted, dim=1), len(mask), self.mesh)
             share = whole.sum() / whole.numel()
@@ -212,6 +262,10 @@ class Trainer:
             totals.add(kl=estimates[mask].sum())
         if algorithm.entropy_weight != 0:
             loss = loss - algorithm.entropy_weight * (shares * entropy).sum()
+        if self.critic is not None and self.critic.is_shared:
+            value_term, numbers = self.critic.loss(hidden, batch, shares)
+            loss = loss + self.config.critic.value_weight * value_term
+            totals.add(**numbers)
         difference = mismatch(old_log_probs, batch.rollout_log_probs, mask)
         totals.add(
             entropy=entropy.sum(),
@@ -275,6 +329,12 @@ class Trainer:
         limit = self.config.optimizer.max_grad_norm
         norm, learning_rate = update(self.model, self.optimizer, self.schedule, max_grad_norm=limit, mesh=self.mesh)
         return {"grad_norm": norm, "learning_rate": learning_rate}
+
+    def _left_alone(self) -> dict[str, float]:
+        """Forget the gradient."""
+        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]).item()
+        self.optimizer.zero_grad()
+        return {"grad_norm": norm, "learning_rate": 0.0}
 
     def _with_response(self, batches: Sequence[Batch]) -> Iterator[Batch]:
         """Those of this rank that can change anything, one at a time on the model's device.

@@ -63,7 +63,9 @@ def test_loss_is_a_sum_and_metrics_cover_the_masked_tokens_only():
     )
     assert loss == pytest.approx(-1.0 - 1.0 + 0.8, rel=1e-5)
     assert gradient == pytest.approx([-1.0, -1.0, 0.0, 0.0], rel=1e-5)
-    assert metrics == {"ratio_min": pytest.approx(0.5), "ratio_max": 1.0, "clipped_tokens": 1}
+    # Ratios 1, 1/2, 1/2: twice 1/2 - 1 + ln 2.
+    approx_kl = pytest.approx(2 * LOG2 - 1, rel=1e-5)
+    assert metrics == {"ratio_min": pytest.approx(0.5), "ratio_max": 1.0, "clipped_tokens": 1, "approx_kl": approx_kl}
 
 
 def test_on_policy_ratio_is_exactly_one_and_the_gradient_is_minus_advantage_over_the_normalizer():
@@ -111,7 +113,7 @@ def test_a_fully_masked_sequence_gives_zero_and_the_identities_of_min_and_max():
         loss, gradient, metrics = loss_and_gradient([-1.0] * length, [-2.0] * length, [5.0] * length, [False] * length)
         assert loss == 0.0
         assert gradient == [0.0] * length
-        assert metrics == {"ratio_min": INF, "ratio_max": -INF, "clipped_tokens": 0}
+        assert metrics == {"ratio_min": INF, "ratio_max": -INF, "clipped_tokens": 0, "approx_kl": 0.0}
 
 
 def test_impossible_tokens_have_no_gradient_and_nan_stays_nan():
@@ -125,6 +127,7 @@ def test_impossible_tokens_have_no_gradient_and_nan_stays_nan():
         "ratio_min": pytest.approx(2.0, rel=1e-6),
         "ratio_max": pytest.approx(2.0, rel=1e-6),
         "clipped_tokens": 0,
+        "approx_kl": pytest.approx(1 - LOG2, rel=1e-5),  # 2 - 1 - ln 2
     }
     assert math.isnan(loss_and_gradient([NAN], [-1.0], [1.0], [True])[0])
 

@@ -230,6 +230,8 @@ def test_replay_route_by_hand():
         route(0, torch.zeros(3, 4))
     with pytest.raises(ValueError, match="of layer 1"):
         route(1, logits)
+    with pytest.raises(ValueError, match=r"row 1 of 2, layer 0: routed to experts \[2, 4\] of a model with 4"):
+        replay_route(torch.tensor([[[1, 3]], [[2, 4]]], dtype=torch.int16))(0, logits)
 
 
 def test_replay_with_the_same_weights_changes_nothing(make_model, make_trajectories):

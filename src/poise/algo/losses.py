@@ -44,7 +44,8 @@ def policy_loss(
     one of them.
 
     Metrics are detached and combine over micro-batches: ``ratio_min`` and ``ratio_max`` (inf and -inf without a token)
-    by min and max; ``clipped_tokens`` by sum: those whose gradient the bound took away, or for ``cispo`` limited.
+    by min and max; by sum ``clipped_tokens``, those whose gradient the bound took away, or for ``cispo`` limited, and
+    ``approx_kl``, of r - 1 - log r, which estimates KL(old policy || policy) (Schulman 2020, k3).
     Whatever stands at tokens outside the mask reaches neither loss nor gradient. A token of probability 0 (log-prob
     -inf) under either policy has no ratio and counts for nothing; NaN stays NaN. A log-ratio beyond +-20 gets no
     gradient through the ratio. Raises ValueError for an unknown ``loss`` and for gspo without ``cu_seqlens``.
@@ -77,6 +78,7 @@ def policy_loss(
             "ratio_min": torch.where(used, ratio, torch.inf).amin() if len(ratio) else ratio.new_tensor(torch.inf),
             "ratio_max": torch.where(used, ratio, -torch.inf).amax() if len(ratio) else ratio.new_tensor(-torch.inf),
             "clipped_tokens": is_clipped.sum(),
+            "approx_kl": torch.where(used, torch.expm1(log_ratio) - log_ratio, 0.0).sum(),
         }
     return (losses if weights is None else weights * losses).sum(), metrics
 

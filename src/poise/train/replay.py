@@ -13,13 +13,21 @@ def replay_route(routes: Int[Tensor, "T layers A"], drifted: list[Tensor] | None
     Only the choice is replayed (R3: "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference
     Routers", Ma et al. 2025; R2: Zheng et al. 2025), so the router keeps its gradient and an expert that has fallen out
     of its top-k still works. ``drifted`` collects, for each layer, which rows would have chosen other experts.
-    Raises ValueError for rows or layers that are not those of the forward pass.
+    Raises ValueError for rows or layers that are not those of the forward pass, and, with the row, for experts that the
+    model does not have.
     """
 
     def route(layer: int, router_logits: Tensor) -> tuple[Tensor, Tensor]:
         if len(router_logits) != len(routes) or layer >= routes.shape[1]:
             raise ValueError(f"routes of {list(routes.shape)} cannot route {len(router_logits)} rows of layer {layer}")
         expert_ids = routes[:, layer].long()
+        is_unknown = (expert_ids < 0) | (expert_ids >= router_logits.shape[1])
+        if is_unknown.any():
+            row = int(is_unknown.any(dim=-1).nonzero()[0])
+            raise ValueError(
+                f"row {row} of {len(routes)}, layer {layer}: routed to experts {expert_ids[row].tolist()} of a model "
+                f"with {router_logits.shape[1]}"
+            )
         if drifted is not None:
             own = router_logits.detach().topk(routes.shape[2], dim=-1).indices
             drifted.append((own.sort(dim=-1).values != expert_ids.sort(dim=-1).values).any(dim=-1))

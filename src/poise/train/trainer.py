@@ -270,6 +270,7 @@ class Trainer:
         totals.add(
             entropy=entropy.sum(),
             clip_fraction=metrics["clipped_tokens"],
+            approx_kl=metrics["approx_kl"],
             mismatch_mean=difference["abs_sum"],
             mismatch_k1=difference["k1_sum"],
             mismatch_k3=difference["k3_sum"],

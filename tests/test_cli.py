@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from poise.cli import run
 from poise.cli.keys import full_key
 from poise.config import ConfigError
-from poise.train.checkpoint import latest_checkpoint
+from poise.train.checkpoint import STATE_FILE, latest_checkpoint
 
 # A policy of a few thousand parameters; five problems and two per step, so that six steps cross two epoch borders.
 TINY = [
@@ -74,8 +75,28 @@ def interrupt(folder: Path, *args: str, number: int = signal.SIGINT, when_lines:
         (),
         ("--kl-weight=0.1", "--updates-per-batch=2", "--replay-routes=trainer"),
         ("--max-resamples=1", "--replay-routes=engine", "--kl-weight=0.1", "--kl-in=reward", "--lockstep=True"),
+        # The penalty on length is the only reward that so small a policy earns, and what its critic learns.
+        (
+            "--normalize-advantages=gae",
+            "--overlong=penalty",
+            "--overlong-buffer-tokens=200",
+            "--updates-per-batch=2",
+            "--normalize-returns=popart",
+            "--pretrain-steps=1",
+            "--kl-weight=0.1",
+            "--kl-in=reward",
+            "--lockstep=True",
+        ),
+        (
+            "--normalize-advantages=gae",
+            "--overlong=penalty",
+            "--overlong-buffer-tokens=200",
+            "--backbone=shared",
+            "--group-size=1",
+            "--lockstep=True",
+        ),
     ],
-    ids=["plain", "kl, two updates", "resampled, replayed"],
+    ids=["plain", "kl, two updates", "resampled, replayed", "critic", "shared critic"],
 )
 def test_six_steps_equal_three_and_three_more(tmp_path, extra):
     assert train(tmp_path / "whole", "--run.steps=6", *extra) == 0
@@ -84,6 +105,15 @@ def test_six_steps_equal_three_and_three_more(tmp_path, extra):
     whole, parts = tmp_path / "whole/t-001", tmp_path / "parts/t-001"
     assert_same_weights(whole, parts)
     assert metrics_of(whole) == metrics_of(parts)
+    if "--normalize-advantages=gae" in extra:
+        last = metrics_of(whole)[-1]
+        assert last["value_loss"] > 0
+        assert last["value_mean"] != 0
+        saved, resumed = (
+            torch.load(latest_checkpoint(folder) / STATE_FILE, weights_only=True)["critic"] for folder in (whole, parts)
+        )
+        assert saved["model"]["head.weight"].any()
+        assert all(value.equal(resumed["model"][name]) for name, value in saved["model"].items())
     # The updates were no trifle: the weights have left the warm start behind.
     warm = load_file(whole / "checkpoints/step_000000/model.safetensors")
     assert not weights_of(whole)["lm_head.weight"].equal(warm["lm_head.weight"])

@@ -87,7 +87,7 @@ class Critic(nn.Module):
     def observe(self, returns: Float[Tensor, " n"]) -> None:
         """Takes the returns of a step into mean and deviation, and changes w and b so that every value stays the same.
 
-        Pop-Art (van Hasselt et al. 2016, "Learning values across many orders of magnitude", section 2.2), with an
+        Pop-Art (van Hasselt et al. 2016, "Learning values across many orders of magnitude", section 2), with an
         average over the steps so far that begins at the first one's numbers. Does nothing without
         ``normalize_returns``.
         """

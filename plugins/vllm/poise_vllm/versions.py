@@ -1,8 +1,8 @@
 """Which weights sampled each token: ``choices[].weight_versions`` in the answers of ``/inference/v1/generate``.
 
-A request that is frozen by ``/pause?mode=keep`` goes on with other weights after an update. The names are those given to
-``/update_weight_version`` or ``/finish_weight_update``. Exact where one API server serves the engine, as by default: the
-name is changed while sampling is paused, and what was sampled before came over the same queue before the pause did.
+A request that is frozen by ``/pause?mode=keep`` goes on with other weights after an update. The names are those given
+to ``/update_weight_version`` or ``/finish_weight_update``. Exact where one API server serves the engine, as by default:
+the name changes while sampling is paused, and what was sampled before came over the same queue before the pause did.
 """
 
 from collections.abc import AsyncGenerator

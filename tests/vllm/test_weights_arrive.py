@@ -16,7 +16,7 @@ from poise.model import save_model
 from poise.model.gpt_oss import packed_attend
 from poise.train.canary import CanaryError
 from poise.train.diagnosis import swapped
-from poise.train.proof import prepare_proof
+from poise.train.sync import weight_sync
 from poise.train.weights import FolderRoute, SyncError, TransferRoute, server_kind
 
 TOLERANCE = 1e-4
@@ -140,40 +140,33 @@ FAULTS = {
 }
 
 
-async def proof_of(engine, model, route):
-    kind = await server_kind(engine.servers)
-    return await prepare_proof(engine, model, older=route.older, dtype=kind.dtype, max_context_tokens=CONTEXT)
-
-
 @pytest.mark.parametrize("fault", [*FAULTS, "swapped gate and up", "stock reload_weights"])
 def test_the_canary_catches(server, model_a, model_b, tmp_path, fault):
-    """The trainer has B; the server was started with A, and was given A again."""
+    """The trainer has B; the server had A before."""
 
     async def run():
         async with engine_at(server) as engine:
-            route = FolderRoute(engine.servers, await server_kind(engine.servers), tmp_path / "weights")
-            proof = await proof_of(engine, model_b, route)
-            assert proof.started_with.keys() == {server.url}
-            await route.push(model_a)
+            sync = await weight_sync(engine, model_b, folder=tmp_path / "weights", max_context_tokens=CONTEXT)
+            await sync.sync(model_a, 1, mark="a")
             if fault == "stock reload_weights":
                 save_model(model_b, tmp_path / "b", "fp32")
                 body = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path / "b")}}
                 assert await engine.post("/collective_rpc", body) == [{"results": [None]}]  # it says nothing
                 expected = ("the experts and the sinks of every layer",)
             elif fault == "swapped gate and up":
-                await route.push(with_swapped_gate_and_up(model_b))
+                await sync.route.push(with_swapped_gate_and_up(model_b))
                 expected = ("the experts of every layer",)
             else:
                 is_stale, expected = FAULTS[fault]
-                await route.push(mixed(model_b, model_a, is_stale))
+                await sync.route.push(mixed(model_b, model_a, is_stale))
             with pytest.raises(CanaryError) as caught:
-                await proof.check(server.url)
+                await sync.prove(model_b)
             assert caught.value.diagnosis.groups == expected
             assert caught.value.diagnosis.explained
-            await route.push(model_b)
-            await proof.check(server.url)
-            assert proof.differences[server.url] < TOLERANCE
-            await route.push(model_a)
+            await sync.sync(model_b, 2, mark="b")
+            assert sync.largest_difference < TOLERANCE
+            assert await engine.read_mark(server.url) == "b"
+            await sync.sync(model_a, 3, mark="a")
 
     asyncio.run(run())
 
@@ -182,14 +175,12 @@ def test_the_rehearsal_moves_every_parameter_and_leaves_the_trainer_alone(server
     async def run():
         before = [parameter.detach().clone() for parameter in model_a.parameters()]
         async with engine_at(server) as engine:
-            route = TransferRoute(engine.servers, await server_kind(engine.servers), timeout_s=60)
-            proof = await proof_of(engine, model_a, route)
-            await proof.rehearse(route)
-            assert await largest_difference(engine, model_a) > 1
-            await route.push(model_a)
-            await proof.check(server.url)
+            sync = await weight_sync(engine, model_a, folder=None, max_context_tokens=CONTEXT)
+            await sync.rehearse(model_a, 0, mark="step 0")
+            assert await largest_difference(engine, model_a) < TOLERANCE
+            assert await engine.read_mark(server.url) == "step 0"
             # What the server had before the last push is far from what it has now.
-            moved, current = route.older(), dict(model_a.named_parameters())
+            moved, current = sync.route.older(), dict(model_a.named_parameters())
             assert all(float((moved(name) - value.detach()).abs().max()) > 0.01 for name, value in current.items())
         assert all(torch.equal(a, b) for a, b in zip(before, model_a.parameters(), strict=True))
 

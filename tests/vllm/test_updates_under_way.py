@@ -5,33 +5,27 @@ import asyncio
 import torch
 from test_weights_arrive import TOLERANCE, engine_at, sequences, trainer_log_probs
 
-from poise.train.weights import FolderRoute, server_kind
-
 
 def test_each_token_knows_its_weights_and_has_their_log_prob(server, model_a, model_b, tmp_path):
     """Requests are frozen, get B for A, and go on: earlier tokens are A's, later ones B's, to 1e-4 each."""
 
     async def run():
         async with engine_at(server) as engine:
-            route = FolderRoute(engine.servers, await server_kind(engine.servers), tmp_path)
-            await route.push(model_a)
-            await engine.set_policy_version(1, mark="a")
+            sync = await weight_sync(engine, model_a, folder=tmp_path, max_context_tokens=CONTEXT)
+            await sync.sync(model_a, 1, mark="a")
             engine.stop_ids = frozenset()  # all run to the end, so that all are under way when B comes
             prompts = sequences(seed=6, lengths=(5, 30, 60))
             calls = [
                 asyncio.create_task(engine(prompt, episode_id=str(i), seed=i, max_tokens=400))
                 for i, prompt in enumerate(prompts)
             ]
-            while engine.servers and not await under_way(engine, server.url):
+            while not await under_way(engine, server.url):
                 await asyncio.sleep(0.05)
-            await engine.pause()
-            await route.push(model_b)
-            await engine.set_policy_version(2, mark="b")
-            await engine.resume()
+            await sync.sync(model_b, 2, mark="b")
             actions = await asyncio.gather(*calls)
             after = await engine(prompts[0], episode_id="after", seed=0, max_tokens=5)
-            await route.push(model_a)
-            await route.close()
+            await sync.sync(model_a, 3, mark="a")
+            await sync.route.close()
             return prompts, actions, after
 
     prompts, actions, after = asyncio.run(run())
@@ -49,7 +43,7 @@ def test_each_token_knows_its_weights_and_has_their_log_prob(server, model_a, mo
 
 
 async def under_way(engine, url):
-    """Whether all three requests have sampled for some time, by the server's own count."""
+    """Whether all three requests are being sampled, by the server's own count."""
     response = await engine.servers._send(url, "GET", "/metrics")
     lines = dict(line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#"))
     running = next(float(value) for key, value in lines.items() if key.startswith("vllm:num_requests_running"))

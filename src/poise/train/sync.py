@@ -53,7 +53,7 @@ class WeightSync:
             try:
                 await self.engine.pause()
                 await self.route.push(model)
-                await forget_cached_keys(self.engine.servers, [server.url for server in self.engine.servers.all])
+                await forget_cached_keys(self.engine.servers)
                 await self.engine.set_policy_version(version, mark=mark)
                 await self.engine.resume()
                 break

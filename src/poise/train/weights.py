@@ -131,7 +131,6 @@ class FolderRoute:
         path = self._kept[-1]
         try:
             await _call(self.servers, url, "poise_load_folder", str(path))
-            await forget_cached_keys(self.servers, [url])
         except (Outage, EngineError) as error:
             raise SyncError(f"{url} did not load {path}: {error}") from error
 
@@ -234,7 +233,6 @@ class _Group:
             raise
         await sending
         await self._ask("/finish_weight_update", {})
-        await forget_cached_keys(self.servers, self.urls)
 
     async def _ask(self, path: str, body: Mapping[str, Any]) -> None:
         await asyncio.gather(*(self.servers.ask(url, "POST", path, json=body) for url in self.urls))
@@ -275,14 +273,13 @@ async def _connect(
     return _Group(urls=tuple(urls), servers=servers, store=store, group=group, device=device)
 
 
-async def forget_cached_keys(servers: Servers, urls: Sequence[str]) -> None:
-    """Drops the keys and values that the old weights computed, those of running requests too: a request that was
-    paused reads its tokens again, so that what it samples from now on is the new policy's alone."""
+async def forget_cached_keys(servers: Servers) -> None:
+    """After an update: drops the keys and values that the old weights computed, those of running requests too. A
+    request that was paused reads its tokens again, so that what it samples from now on is the new policy's alone."""
     parameters = {"reset_running_requests": "true"}
-    for url in urls:
-        answer = await servers.ask(url, "POST", "/reset_prefix_cache", params=parameters)
+    for answer in await servers.ask_all("POST", "/reset_prefix_cache", params=parameters):
         if not answer["success"]:
-            raise SyncError(f"{url} kept cached keys of the old weights: /reset_prefix_cache was refused")
+            raise SyncError("a server kept cached keys of the old weights: /reset_prefix_cache was refused")
 
 
 def stored_parameters(folder: Path) -> Older:

@@ -3,6 +3,7 @@
 import asyncio
 
 import torch
+from conftest import CONTEXT
 from test_weights_arrive import TOLERANCE, engine_at, sequences, trainer_log_probs
 
 

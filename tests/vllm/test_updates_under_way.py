@@ -6,6 +6,8 @@ import torch
 from conftest import CONTEXT
 from test_weights_arrive import TOLERANCE, engine_at, sequences, trainer_log_probs
 
+from poise.train.sync import weight_sync
+
 
 def test_each_token_knows_its_weights_and_has_their_log_prob(server, model_a, model_b, tmp_path):
     """Requests are frozen, get B for A, and go on: earlier tokens are A's, later ones B's, to 1e-4 each."""

@@ -95,7 +95,7 @@ def pid(tmp_path):
 
 
 def test_a_run_samples_from_vllm_also_when_the_server_is_killed_in_the_middle_of_a_step(tmp_path, embedded):
-    """Step 2's server gets SIGKILL with its engine: the run waits, starts another, gives it the weights, and goes on."""
+    """Step 2's server gets SIGKILL with its engine: the run waits, starts another, gives it weights, and goes on."""
 
     def kill():
         threading.Timer(0.3, lambda: os.killpg(pid(tmp_path), signal.SIGKILL)).start()

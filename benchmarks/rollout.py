@@ -1,7 +1,7 @@
 """Sampled tokens per second: poise's embedded engine beside Transformers' generate and, where there is one, vLLM.
 
-Two workloads on one random policy of the same checkpoint, with prescribed lengths, so that every system samples the same
-number of tokens whatever it draws:
+Two workloads on one random policy of the same checkpoint, with prescribed lengths, so that every system samples as many
+tokens whatever it draws:
 
 - "single": one turn, equal prompts' lengths, equal answers' lengths.
 - "tools": ragged episodes of several turns; the tool's answer is appended and the policy goes on. poise and vLLM sample
@@ -12,8 +12,11 @@ The systems take turns within a round; what is printed is each one's median and 
 since the speed of a shared machine drifts.
 
     python benchmarks/rollout.py [--episodes 32 128] [--rounds 5] [--threads 2] [--vllm PYTHON_OF_ITS_ENVIRONMENT]
+        [--clock wall|cpu]
 
-vLLM is started from .venv-vllm (`make vllm`) where that is there; its server runs between the others' turns, idle.
+vLLM is started from .venv-vllm (`make vllm`) where that is there; while others have their turn its server idles.
+`--clock cpu` counts the CPU seconds of all threads and processes of a system: what counts on a machine that others use
+too, with one thread.
 """
 
 import argparse
@@ -23,6 +26,7 @@ import signal
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
@@ -127,6 +131,19 @@ def generate(model, episodes: Sequence[Episode], pad: int) -> int:
     return sum(sum(episode.action_lengths) for episode in episodes)
 
 
+def cpu_seconds(session: int) -> float:
+    """Of all processes of a session, from /proc."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[3]) == session:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 class VllmServer:
     """vLLM's server on a checkpoint, for a ``with`` block."""
 
@@ -192,15 +209,17 @@ def vllm_run(url: str, vocab_size: int) -> Callable[[Sequence[Episode]], int]:
     return run
 
 
-def measure(runs: dict[str, Callable], episodes: Sequence[Episode], rounds: int) -> dict[str, list[float]]:
+def measure(
+    runs: dict[str, Callable], episodes: Sequence[Episode], rounds: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
     """Tokens per second of each system in each round; a round before them warms up."""
     speeds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         for name, run in runs.items():
-            started = time.perf_counter()
+            started = clock()
             num_tokens = run(episodes)
             if number:
-                speeds[name].append(num_tokens / (time.perf_counter() - started))
+                speeds[name].append(num_tokens / (clock() - started))
     return speeds
 
 
@@ -218,11 +237,13 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, nargs="+", default=[32, 128])
     parser.add_argument("--rounds", type=int, default=5, help="rounds after one that warms up")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--vllm", type=Path, default=Path(".venv-vllm/bin/python"), help="python of vLLM's environment")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # the server is ended all the same
     torch.set_num_threads(args.threads)
     from transformers import GptOssForCausalLM
 
@@ -233,8 +254,9 @@ def main() -> None:
         pad_token_id=tokenizer.pad,
     )  # fmt: skip
     table = Table(
-        title=f"sampled tokens/s (poise is so many times faster); {args.threads} threads, hidden {args.hidden}, "
-        f"{args.layers} layers, {args.experts} experts, load {os.getloadavg()[0]:.1f}, {time.strftime('%Y-%m-%d')}",
+        title=f"sampled tokens per {args.clock} second (poise: so many times more); {args.threads} threads, hidden "
+        f"{args.hidden}, {args.layers} layers, {args.experts} experts, load {os.getloadavg()[0]:.1f}, "
+        f"{time.strftime('%Y-%m-%d')}",
         title_justify="left",
     )
     with tempfile.TemporaryDirectory() as temporary:
@@ -251,6 +273,12 @@ def main() -> None:
         try:
             for server in servers:
                 server.__enter__()
+
+            def clock() -> float:
+                if args.clock == "wall":
+                    return time.perf_counter()
+                return time.process_time() + sum(cpu_seconds(server.process.pid) for server in servers)
+
             for num_episodes in args.episodes:
                 runs: dict[str, Callable] = {"poise": poise_run(model, num_episodes)}
                 runs["Transformers"] = lambda episodes: generate(theirs, episodes, tokenizer.pad or 0)
@@ -258,8 +286,9 @@ def main() -> None:
                     runs["vLLM"] = vllm_run(server.url, config.vocab_size)
                 for title, workload in (("single", single_turns), ("tools", with_tools)):
                     episodes = workload(num_episodes, np.random.default_rng(0))
-                    speeds = measure(runs, episodes, args.rounds)
-                    table.add_row(*row_of(f"{title}, {num_episodes} episodes", speeds, episodes))
+                    row = row_of(f"{title}, {num_episodes}", measure(runs, episodes, args.rounds, clock), episodes)
+                    print(*row, sep="  ", flush=True)
+                    table.add_row(*row)
         finally:
             for server in servers:
                 server.__exit__()

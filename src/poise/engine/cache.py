@@ -133,8 +133,9 @@ class CachedAttention:
         """
         num_slots = max(chunk.slot for chunk in self.decode) + 1
         self.is_gathered = 4 * self.num_decode < num_slots
+        self.is_every_slot = self.num_decode == num_slots and all(c.slot == i for i, c in enumerate(self.decode))
         self.decode_slots = slots
-        if self.is_gathered:
+        if self.is_gathered or self.is_every_slot:
             self.num_read, self.decode_positions = self.num_decode, positions
         else:
             self.num_read = num_slots
@@ -174,10 +175,12 @@ class CachedAttention:
             keys, values = keys.index_select(0, self.decode_slots), values.index_select(0, self.decode_slots)
         else:
             keys, values = keys[: self.num_read], values[: self.num_read]
+        needs_spreading = not self.is_gathered and not self.is_every_slot
+        if needs_spreading:
             spread = grouped.new_zeros(self.num_read, *grouped.shape[1:])
             grouped = spread.index_copy_(0, self.decode_slots, grouped)
         out = _masked_sink_attention(grouped, keys, values, sinks.view(1, num_kv_heads, -1, 1), mask)
-        if not self.is_gathered:
+        if needs_spreading:
             out = out.index_select(0, self.decode_slots)
         return out.reshape(q.shape)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from poise.engine.cache import Chunk, KeyValueCache, split_chunks
 from poise.engine.sampler import request_uniforms, sample
-from poise.engine.slots import Request, Slot, occupy, tokens_to_feed
+from poise.engine.slots import Request, Slot, num_to_feed, occupy, tokens_to_feed
 from poise.model import GptOss
 from poise.model.gpt_oss import top_k_route
 from poise.types import Action
@@ -271,9 +271,7 @@ class EmbeddedEngine:
         self._follow(active)
         slot_of = {slot.index: slot for slot in active}
         chunks = self._next_chunks(active)
-        fed = [
-            token for c in chunks for token in tokens_to_feed(slot_of[c.slot])[: c.num_tokens]
-        ]  # what each chunk feeds, packed
+        fed = [token for c in chunks for token in tokens_to_feed(slot_of[c.slot], c.num_tokens)]  # packed
         device = self._routes.device
         attend = self._cache.attend(chunks)
         recorded: list[Tensor] = []
@@ -293,7 +291,7 @@ class EmbeddedEngine:
             slot.cached_ids.extend(fed[row : row + chunk.num_tokens])
             row += chunk.num_tokens
             slot.last_used = self._clock
-            if not tokens_to_feed(slot):
+            if not num_to_feed(slot):
                 sampling.append(slot)
                 last_rows.append(row - 1)
         if sampling:
@@ -305,7 +303,7 @@ class EmbeddedEngine:
         for slot in active:
             if slot.request is not None and slot.request.leader is not None:
                 continue
-            start, num_tokens = len(slot.cached_ids), len(tokens_to_feed(slot))
+            start, num_tokens = len(slot.cached_ids), num_to_feed(slot)
             if num_tokens > 1 or start == 0:
                 num_tokens = min(num_tokens, budget, MAX_CONTINUING_TOKENS if start else num_tokens)
                 budget -= num_tokens

@@ -50,11 +50,18 @@ def occupy(slot: Slot, request: Request) -> None:
     slot.episode_id, slot.request, slot.is_finished = request.episode_id, request, False
 
 
-def tokens_to_feed(slot: Slot) -> list[int]:
-    """The stream's tokens that are not in the cache yet."""
+def num_to_feed(slot: Slot) -> int:
+    """How many of the stream's tokens are not in the cache yet."""
     request = slot.request
     assert request is not None
-    num_cached, num_given = len(slot.cached_ids), len(request.token_ids)
-    if num_cached < num_given:
-        return request.token_ids[num_cached:] + request.sampled_ids
-    return request.sampled_ids[num_cached - num_given :]
+    return len(request.token_ids) + len(request.sampled_ids) - len(slot.cached_ids)
+
+
+def tokens_to_feed(slot: Slot, num_tokens: int) -> list[int]:
+    """The first ``num_tokens`` of them."""
+    request = slot.request
+    assert request is not None
+    start, num_given = len(slot.cached_ids), len(request.token_ids)
+    if start >= num_given:
+        return request.sampled_ids[start - num_given : start - num_given + num_tokens]
+    return (request.token_ids[start : start + num_tokens] + request.sampled_ids)[:num_tokens]

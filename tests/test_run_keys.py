@@ -40,6 +40,9 @@ RAISES = {
     "task.describes_tools": True,  # the description alone is longer than these contexts
     "task.factory": "x:y", "model.path": "/nowhere", "model.device": "cuda:99", "task.name": "gsm8k",
     "task.data": "x.jsonl",
+    # Of servers, which the embedded engine has none of; with servers: engine/test_engine_run.py and test_vllm.py.
+    "engine.kind": "vllm", "engine.urls": "http://127.0.0.1:1", "engine.command": "x", "engine.weights": "transfer",
+    "engine.timeout_s": 1.0, "engine.retries": 1, "engine.max_wait_s": 1.0,
     "task.test_data": "x.jsonl", "task.format_penalty": 0.1, "task.no_code_penalty": 0.1, "task.length_penalty": 0.1,
     "task.length_characters": 9, "task.checkers": "x", "task.instructions": "x", "task.max_instructions": 2,
     "task.score": "share", "rollout.top_p": 0.9, "rollout.max_context_tokens": 12,
@@ -47,6 +50,7 @@ RAISES = {
 }  # fmt: skip
 # Time and memory only, or what a policy this small never reaches; each has its own tests elsewhere.
 ELSEWHERE = {
+    "rollout.max_staleness": "test_ahead.py: what runs ahead, and by how much",
     "rollout.lockstep": "test_rollout.py: who waits for whom",
     "rollout.num_slots": "engine/test_embedded.py: the same log-probs with any number",
     "rollout.max_prefill_tokens": "engine/test_embedded.py: the same log-probs in smaller pieces",

@@ -2,6 +2,7 @@
 
 import json
 import math
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from poise.plan import Mesh as plan_mesh
 from poise.rollout import Limits
 from poise.sandbox import protection
 from poise.seeding import derive_seed
+from poise.servers import connect
 from poise.train.checkpoint import load_weights
+from poise.train.remote import RemoteEngine
 from poise.train.sharded import is_sharded
 
 WEIGHTS_STREAM = 2  # part of a seed: keeps the weights' numbers apart from sampling's
@@ -34,7 +37,7 @@ class Parts:
     model: GptOss
     tokenizer: HarmonyTokenizer
     renderer: Renderer
-    engine: EmbeddedEngine
+    engine: EmbeddedEngine | RemoteEngine
     task: Task
     limits: Limits
     mesh: Mesh = ALONE
@@ -43,9 +46,20 @@ class Parts:
 def assemble(config: Config, console: Console, *, trains: bool = True, mesh: Mesh = ALONE) -> Parts:
     """Loads or makes the policy, checks that the run can fit, and says what protects the machine from the policy."""
     task = make_task(config.task)
+    if mesh.num_ranks > 1 and config.rollout.max_staleness > 0:
+        raise ConfigError(f"rollout.max_staleness needs a trainer of one process, not {mesh.num_ranks}")
     model, tokenizer = load_policy(config, console, trains=trains, mesh=mesh)
     renderer = Renderer(tokenizer)
-    engine = embedded_engine(model, tokenizer, config, mesh)
+    engine: EmbeddedEngine | RemoteEngine
+    if config.engine.kind == "embedded":
+        engine = embedded_engine(model, tokenizer, config, mesh)
+    else:
+        if mesh.num_ranks > 1:
+            raise ConfigError(
+                f'engine.kind "{config.engine.kind}" needs a trainer of one process, not {mesh.num_ranks}'
+            )
+        engine = connect(model, tokenizer, config, console)
+        console.line(f"engine: {config.engine.kind} at {', '.join(config.engine.urls)}")
     console.line(f"sandbox: {protection()}")
     return Parts(
         model=model,
@@ -129,9 +143,13 @@ def embedded_engine(model: GptOss, tokenizer: HarmonyTokenizer, config: Config, 
         "max_prefill_tokens": config.rollout.max_prefill_tokens,
         "temperature": config.rollout.temperature,
     }
+    dtype = compute_type(config.model)
+    if mesh.shards is None and config.rollout.max_staleness > 0:
+        # Sampling goes on while the trainer moves its own weights.
+        copy = deepcopy(model).requires_grad_(False)
+        return GatheredEngine(copy, model.named_parameters, **options)
     if mesh.shards is None:
         return EmbeddedEngine(model, **options)
-    dtype = compute_type(config.model)
     with torch.device("meta"):
         copy = GptOss(model.config).to(dtype)
     copy = copy.to_empty(device=mesh.device).requires_grad_(False)

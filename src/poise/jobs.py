@@ -2,14 +2,16 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from poise.ahead import ahead
 from poise.assembly import Parts, assemble, compute_type, device_of
 from poise.config import Config, ConfigError
 from poise.console import Console, metric_rows, step_line
+from poise.engine import EngineError
 from poise.evaluate import Evaluation, held_out_episodes
 from poise.interrupt import Interrupt, Interrupted
 from poise.loop import Rollout, interleaved, roll_out, train
@@ -19,6 +21,7 @@ from poise.parallel import Mesh
 from poise.parallel.launch import joined
 from poise.runfolder import CONFIG_FILE, create_run_folder, write_config, write_trajectories
 from poise.seeding import derive_seed
+from poise.session import connected, interrupt_of, kept_by
 from poise.train.checkpoint import (
     checkpoint_folder,
     latest_checkpoint,
@@ -29,6 +32,7 @@ from poise.train.checkpoint import (
 )
 from poise.train.critic import make_critic
 from poise.train.optimizer import warm_start_schedule
+from poise.train.remote import RemoteEngine
 from poise.train.scoring import Group, RolloutError
 from poise.train.sharded import Saving
 from poise.train.trainer import Trainer
@@ -45,7 +49,7 @@ class Run:
     def __init__(self, config: Config, parts: Parts, console: Console, folder: Path) -> None:
         self.config, self.parts, self.console, self.folder = config, parts, console, folder
         self.mesh = parts.mesh
-        self.interrupt = interrupt_of(parts.mesh)
+        self.interrupt = interrupt_of(parts.mesh, in_background=config.rollout.max_staleness > 0)
         self.writer: MetricsWriter | None = None
         self.saving = Saving()
 
@@ -109,7 +113,7 @@ class Run:
 
     def evaluate(self, step: int) -> Evaluation:
         evaluation = evaluate_parts(self.parts, self.config, self.console, self.interrupt)
-        self.parts.engine.new_policy_version(step)  # leave no trace in the next rollout
+        self.new_policy_version(step)  # leave no trace in the next rollout
         if not self.mesh.is_first:
             return evaluation
         line = {"step": step, "num_problems": evaluation.num_problems, "metrics": evaluation.metrics}
@@ -118,6 +122,19 @@ class Run:
         (self.folder / EVALUATIONS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
         self.console.line(f"held out after step {step}: reward {evaluation.metrics['reward_mean']:.3f}")
         return evaluation
+
+    def new_policy_version(self, version: int) -> None:
+        """The trainer's weights are those of ``version``: the engine samples with them from now on."""
+        engine, is_ahead = self.parts.engine, self.config.rollout.max_staleness > 0
+
+        async def tell() -> None:
+            if isinstance(engine, RemoteEngine):
+                engine.new_policy_version(version)
+            else:
+                engine.new_policy_version(version, in_flight=is_ahead)
+
+        # With episodes under way in another thread, between two of their tokens.
+        self.interrupt.finish(tell())
 
     def reinforce(self, trainer: Trainer, *, steps_done: int) -> None:
         """Steps ``steps_done + 1`` to ``run.steps``."""
@@ -131,10 +148,15 @@ class Run:
         num_trained = 0
         started = time.perf_counter()
 
-        def rollouts() -> Iterator[Rollout]:
+        def rollouts() -> Generator[Rollout]:
             nonlocal num_trained, started
-            for step in range(steps_done + 1, self.config.run.steps + 1):
-                rollout = self.rollout(step)
+            steps, lead = range(steps_done + 1, self.config.run.steps + 1), self.config.rollout.max_staleness
+            source = (
+                ahead(self.rollout, steps, lead=lead, cancel=self.interrupt.cancel)
+                if lead
+                else map(self.rollout, steps)
+            )
+            for rollout in source:
                 num_trained, started = 0, time.perf_counter()
                 yield rollout
 
@@ -146,19 +168,20 @@ class Run:
         with (
             self.writing(steps_done + 1),
             self.console.bar("training", None) as bar,
+            closing(rollouts()) as source,
         ):
             try:
                 train(
                     trainer,
                     self.reference(trainer),
-                    self.parts.engine,
-                    rollouts(),
+                    self,
+                    source,
                     self.config,
                     first_step=steps_done + 1,
                     on_step=on_step,
                     on_batch=on_batch,
                 )
-            except (Interrupted, RolloutError):
+            except (Interrupted, RolloutError, EngineError):
                 self.save(trainer, "train", last_step, waits=True)
                 raise
 
@@ -178,6 +201,8 @@ class Run:
             write_trajectories(self.folder, step, trajectories, self.parts.tokenizer.decode)
         if step % settings.save_every == 0 or step == settings.steps:
             self.save(trainer, "train", step)
+        if self.config.rollout.max_staleness and isinstance(self.parts.engine, RemoteEngine):
+            self.interrupt.run(self.parts.engine.update())  # while the weights are still those of this step
         if settings.eval_every and step % settings.eval_every == 0 and step < settings.steps:
             self.evaluate(step)
         self.interrupt.check()
@@ -230,13 +255,6 @@ def on_mesh(config: Config, console: Console) -> Iterator[tuple[Mesh, Console]]:
         yield mesh, console if mesh.is_first else Console(is_silent=True)
 
 
-def interrupt_of(mesh: Mesh) -> Interrupt:
-    """All ranks stop at the same place; torchrun kills what is left 30 s after its SIGTERM."""
-    if mesh.shards is None:
-        return Interrupt()
-    return Interrupt(agree=lambda is_requested: any(mesh.gather_from_all(is_requested)), grace_s=20.0)
-
-
 def open_run(config: Config, parts: Parts, console: Console, resume: Path | None) -> Run:
     """The run's folder, a new one unless ``resume``, with its ``config.json``."""
     mesh = parts.mesh
@@ -269,7 +287,8 @@ def _train(config: Config, console: Console, mesh: Mesh, resume: Path | None) ->
     parts = assemble(config, console, mesh=mesh)
     require_rows(parts, config, warms_up=state["phase"] == "warm_start")
     run = open_run(config, parts, console, resume)
-    with run.interrupt, kept_by(f"the state was saved, and poise train --resume {run.folder} goes on from it"):
+    kept = kept_by(f"the state was saved, and poise train --resume {run.folder} goes on from it")
+    with run.interrupt, kept, connected(parts.engine, run.interrupt):
         is_warm = state["phase"] == "train"
         trainer = policy_trainer(parts, config) if is_warm else warm_start_trainer(parts, config)
         if checkpoint is not None:
@@ -281,7 +300,7 @@ def _train(config: Config, console: Console, mesh: Mesh, resume: Path | None) ->
             run.warm_start(trainer)
             trainer = policy_trainer(parts, config)
             run.save(trainer, "train", 0)
-        parts.engine.new_policy_version(state["step"])
+        run.new_policy_version(state["step"])
         before = run.result_before()
         run.reinforce(trainer, steps_done=state["step"])
         after = run.evaluate(config.run.steps)
@@ -301,10 +320,10 @@ def sft_job(config: Config, console: Console) -> Path:
         run = open_run(config, parts, console, None)
         trainer = warm_start_trainer(parts, config)
         saved = f"the state was saved; poise train --resume {run.folder} goes on, with training after"
-        with run.interrupt, kept_by(saved):
+        with run.interrupt, kept_by(saved), connected(parts.engine, run.interrupt):
             run.warm_start(trainer)
             run.save(policy_trainer(parts, config), "train", 0, waits=True)
-            parts.engine.new_policy_version(0)
+            run.new_policy_version(0)
             run.evaluate(0)
     return checkpoint_folder(run.folder, 0)
 
@@ -327,21 +346,13 @@ def require_rows(parts: Parts, config: Config, *, warms_up: bool) -> None:
         next(demonstrations(parts.renderer, parts.task, config, skip=0))
 
 
-@contextmanager
-def kept_by(sentence: str) -> Iterator[None]:
-    """Says in an Interrupted what was kept."""
-    try:
-        yield
-    except Interrupted:
-        raise Interrupted(f"interrupted; {sentence}") from None
-
-
 def eval_job(config: Config, console: Console) -> Evaluation:
     """One episode for each held-out problem with the policy at ``model.path``; prints a table."""
     with on_mesh(config, console) as (mesh, console):
         parts = assemble(config, console, trains=False, mesh=mesh)
         parts.engine.new_policy_version(0)
-        with interrupt_of(mesh) as interrupt, kept_by("an evaluation keeps nothing"):
+        kept = kept_by("an evaluation keeps nothing")
+        with interrupt_of(mesh) as interrupt, kept, connected(parts.engine, interrupt):
             evaluation = evaluate_parts(parts, config, console, interrupt)
         title = f"{config.task.name}: {evaluation.num_problems} held-out problems"
         console.table(title, ["", config.model.path or "random weights"], metric_rows(evaluation.metrics))

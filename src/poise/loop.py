@@ -5,12 +5,11 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from poise.config import Config
-from poise.engine import EmbeddedEngine
 from poise.envs.env import Task
 from poise.harmony import Renderer
 from poise.interrupt import Interrupt
@@ -25,6 +24,12 @@ from poise.train.trainer import Trainer
 from poise.types import Batch, Policy
 
 T = TypeVar("T")
+
+
+class Engine(Protocol):
+    """What hears of new weights: ``new_policy_version(step)`` after the step that made them."""
+
+    def new_policy_version(self, version: int) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +49,7 @@ class Rollout:
 def train(
     trainer: Trainer,
     reference: GptOss | None,
-    engine: EmbeddedEngine,
+    engine: Engine,
     rollouts: Iterable[Rollout],
     config: Config,
     *,
@@ -80,7 +85,8 @@ def train(
             ]
         )
         engine.new_policy_version(step)
-        metrics |= rollout_metrics(rollout) | penalties | screening | credit | train_speed(updates, started)
+        metrics |= rollout_metrics(rollout) | staleness(rollout, step - 1) | penalties | screening | credit
+        metrics |= train_speed(updates, started)
         on_step(step, metrics, rollout)
 
 
@@ -170,6 +176,12 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
     metrics["rollout_s"] = rollout.seconds
     metrics["rollout_tokens_per_s"] = num_sampled / rollout.seconds
     return metrics
+
+
+def staleness(rollout: Rollout, version: int) -> dict[str, float]:
+    """By how many updates ``version``, with which a step begins, is ahead of the policies that sampled its tokens."""
+    ages = [version - v for episode in rollout.episodes for trajectory in episode for v in trajectory.policy_versions]
+    return {"staleness_mean": float(np.mean(ages)), "staleness_max": float(max(ages))} if ages else {}
 
 
 def mean_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:

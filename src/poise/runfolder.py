@@ -75,6 +75,7 @@ def write_trajectories(
                 "token_ids": trajectory.token_ids,
                 "response_mask": trajectory.response_mask,
                 "rollout_log_probs": trajectory.rollout_log_probs,
+                "policy_versions": trajectory.policy_versions,
                 "text": decode(trajectory.token_ids),
             }
             file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""The command line: ``poise train``, ``sft``, ``eval``, ``mismatch``, ``plan``, ``recipes``, ``doctor``."""
+"""The command line: ``poise train``, ``sft``, ``eval``, ``serve``, ``mismatch``, ``plan``, ``recipes``, ``doctor``."""
 
 import logging
 import sys

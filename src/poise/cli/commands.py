@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from poise.cli.keys import KEYS_HELP, parse, take_option
-from poise.config import Config, ConfigError, ParallelConfig
+from poise.config import Config, ConfigError, EngineConfig, ParallelConfig
 from poise.console import Console
 from poise.recipes import RECIPES
 from poise.runfolder import read_config
@@ -21,6 +21,8 @@ poise: agentic reinforcement learning for GPT-OSS
   poise eval CHECKPOINT [--key value ...]     held-out reward of a checkpoint folder, or of a run's latest checkpoint
   poise mismatch CHECKPOINT --engine embedded|URL [--key value ...]    trainer beside engine: how far apart, and why
        [--episodes N | --tokens FILE.jsonl] [--engine-checkpoint DIR] [--previous DIR] [--json FILE]
+  poise serve CHECKPOINT [--key value ...]    its policy behind vLLM's token endpoints
+       [--host 127.0.0.1] [--port 8000]
   poise plan RECIPE [--key value ...]         its memory, by kind and phase: does it fit, and what would
        [--gpus N] [--gpu-memory 80GB] [--context TOKENS] [--sequence-degree N] [--expert-degree N] [--released 20b|120b]
   poise upcycle SOURCE OUT                    a Llama-type checkpoint (Hugging Face folder or .gguf) as a GPT-OSS one
@@ -51,6 +53,7 @@ def _require_resumable(before: Config, config: Config) -> None:
     free |= {"run.trackers", "optimizer.learning_rate", "optimizer.max_grad_norm", "algorithm.clip_low"}
     free |= {f"parallel.{field.name}" for field in dataclasses.fields(ParallelConfig)}
     free |= {"algorithm.clip_high", "algorithm.entropy_weight", "critic.learning_rate", "model.device", "run.recompute"}
+    free |= {f"engine.{field.name}" for field in dataclasses.fields(Config().engine)}
     for section in dataclasses.fields(Config):
         old, new = getattr(before, section.name), getattr(config, section.name)
         for field in dataclasses.fields(old):
@@ -92,8 +95,23 @@ def mismatch(args: list[str]) -> None:
     mismatch_job(config, Console(), options)
 
 
-def _checkpoint_config(args: list[str], command: str) -> Config:
-    """What a command that does not train reads of a checkpoint: its run's configuration, and the command line's."""
+def serve(args: list[str]) -> None:
+    host, args = take_option(args, "--host")
+    port, args = take_option(args, "--port")
+    if port is not None and not (port.isdecimal() and int(port) < 2**16):
+        raise ConfigError(f"--port must be a whole number from 0 to 65535, got {port!r}")
+    reads = ("model.device", "model.dtype", "rollout.num_slots", "rollout.max_context_tokens")
+    config = _checkpoint_config(args, "serve", reads=(*reads, "rollout.max_prefill_tokens"))
+    from poise.serving import serve_job
+
+    serve_job(config, Console(), host=host or "127.0.0.1", port=int(port or 8000))
+
+
+def _checkpoint_config(args: list[str], command: str, *, reads: Sequence[str] | None = None) -> Config:
+    """What a command that does not train reads of a checkpoint: its run's configuration, and the command line's.
+
+    ``reads``: the keys that the command takes; None: all but the sections of training.
+    """
     if args and args[0] in ("-h", "--help"):
         parse(Config(), ["--help"], prog=f"poise {command} CHECKPOINT")
     if not args or args[0].startswith("-"):
@@ -111,11 +129,19 @@ def _checkpoint_config(args: list[str], command: str) -> Config:
     default = read_config(run_config) if checkpoint.parent.name == "checkpoints" and run_config.exists() else Config()
     # All held-out problems; and nothing is packed, so no length is too long for a micro-batch.
     settings = replace(default.run, eval_problems=0, tokens_per_microbatch=10**9)
-    default = replace(default, run=settings, model=replace(default.model, path=str(checkpoint)))
+    model = replace(default.model, path=str(checkpoint))
+    # The servers that a run has sampled from may be gone.
+    default = replace(default, run=settings, model=model, engine=EngineConfig())
     config = parse(default, args[1:], prog=f"poise {command} {folder}")
     for section in ("algorithm", "critic", "optimizer", "warm_start"):
         if getattr(config, section) != getattr(default, section):
             raise ConfigError(f"--{section.replace('_', '-')}.* does nothing in poise {command}, which does not train")
+    for section_ in dataclasses.fields(Config):
+        old, new = getattr(default, section_.name), getattr(config, section_.name)
+        for field in dataclasses.fields(old):
+            key = f"{section_.name}.{field.name}"
+            if reads is not None and key not in reads and getattr(old, field.name) != getattr(new, field.name):
+                raise ConfigError(f"--{key} does nothing in poise {command}; it reads {', '.join(reads)}")
     return config
 
 
@@ -232,6 +258,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "sft": sft,
     "eval": eval_,
     "mismatch": mismatch,
+    "serve": serve,
     "plan": plan,
     "upcycle": upcycle,
     "recipes": recipes,

@@ -11,7 +11,8 @@ from poise.config.task import READ_BY
 
 KEYS_HELP = """\
 A key is SECTION.NAME (--rollout.group-size). The section may be left out where the name is unique (--group-size), and
---task VALUE stands for --task.name VALUE. `poise train RECIPE --help` explains every key.
+--task VALUE stands for --task.name VALUE, --engine VALUE for --engine.kind VALUE. `poise train RECIPE --help` explains
+every key.
 """
 
 
@@ -69,7 +70,7 @@ def full_key(arg: str) -> str:
         for section in dataclasses.fields(Config)
         for field in dataclasses.fields(section.default_factory)  # type: ignore[arg-type]
     ]
-    matches = [name for name in full if key in (name, name.split(".")[1]) or f"{key}.name" == name]
+    matches = [name for name in full if key in (name, name.split(".")[1]) or name in (f"{key}.name", f"{key}.kind")]
     if len(matches) > 1:
         raise ConfigError(f"--{key} is ambiguous: --{', --'.join(matches)}")
     if not matches:

@@ -5,6 +5,7 @@ Field comments become the help text of the command line: one line each, with the
 
 from poise.config.algorithm import AlgorithmConfig
 from poise.config.critic import CriticConfig
+from poise.config.engine import EngineConfig
 from poise.config.errors import ConfigError, RunError
 from poise.config.model import ModelConfig
 from poise.config.parallel import ParallelConfig
@@ -18,6 +19,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "CriticConfig",
+    "EngineConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",

@@ -45,7 +45,8 @@ class AlgorithmConfig:
     max_mismatch: float = 1e-3
     """Largest mean |trainer - engine| log-prob (nats) with which step 0 goes on."""
     correction: Literal["none", "truncate", "mask"] = "none"
-    """Weights trainer / engine: "truncate" (TIS) above correction_high, or "mask" outside low..high (IcePop)."""
+    """Weights trainer / engine: "truncate" (TIS) above correction_high (with rollout.max_staleness at least that), or
+    "mask" outside low..high (IcePop)."""
     correction_level: Literal["token", "sequence"] = "token"
     """Whose ratio is the weight: the "token"'s or the "sequence"'s."""
     correction_low: float = 0.5

@@ -26,6 +26,8 @@ class RolloutConfig:
     """Only 1.0: truncated sampling biases every importance ratio."""
     lockstep: bool = False
     """Sample only while no tool runs: slower, but the last digits then never depend on how long tools take."""
+    max_staleness: int = 0
+    """Steps by which rollouts may run ahead of the trainer; 0 samples only while nothing is trained."""
     num_slots: int = 128
     """Episodes that the embedded engine samples at once."""
     max_prefill_tokens: int = 8192
@@ -34,6 +36,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         for name in ("groups_per_step", "group_size", "max_turns", "max_action_tokens", "num_slots"):
             require(getattr(self, name) >= 1, f"rollout.{name} must be at least 1, got {getattr(self, name)}")
+        require(self.max_staleness >= 0, f"rollout.max_staleness must be at least 0, got {self.max_staleness}")
         require(
             self.max_prefill_tokens >= 1,
             f"rollout.max_prefill_tokens must be at least 1, got {self.max_prefill_tokens}",

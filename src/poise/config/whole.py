@@ -1,9 +1,10 @@
 """One run, whole: its sections, and what must hold between them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from poise.config.algorithm import AlgorithmConfig
 from poise.config.critic import CriticConfig
+from poise.config.engine import EngineConfig
 from poise.config.errors import require
 from poise.config.model import ModelConfig
 from poise.config.parallel import ParallelConfig
@@ -19,6 +20,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -27,12 +29,20 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
+        if self.rollout.max_staleness > 0 and self.algorithm.correction == "none":
+            # Tokens of an older policy, uncorrected, bias every gradient: so the correction is on by default then.
+            object.__setattr__(self, "algorithm", replace(self.algorithm, correction="truncate"))
         if self.model.path is None:
             require(
                 self.model.sliding_window <= self.rollout.max_context_tokens,
                 f"model.sliding_window ({self.model.sliding_window}) is larger than rollout.max_context_tokens "
                 f"({self.rollout.max_context_tokens})",
             )
+        require(
+            self.engine.kind == "embedded"
+            or self.rollout.max_prefill_tokens == RolloutConfig.__dataclass_fields__["max_prefill_tokens"].default,
+            f'rollout.max_prefill_tokens does nothing with engine.kind "{self.engine.kind}"',
+        )
         has_group_of_one = not self.algorithm.has_group_baseline and self.algorithm.max_resamples == 0
         require(
             self.rollout.group_size > 1 or has_group_of_one,

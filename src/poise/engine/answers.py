@@ -95,6 +95,13 @@ def decoded_routes(
     return routes.astype(np.int16)
 
 
+def encoded_routes(routes: NDArray[np.int16]) -> str:
+    """What ``decoded_routes`` reads: uint8 where the experts' numbers allow it."""
+    file = io.BytesIO()
+    np.save(file, routes.astype(np.uint8) if routes.size and routes.max() < 256 else routes)
+    return base64.b64encode(file.getvalue()).decode("ascii")
+
+
 def signed_seed(seed: int) -> int:
     """An unsigned 64-bit seed as the signed number of the same bits, which servers keep in an int64.
 

@@ -68,7 +68,7 @@ class EmbeddedEngine:
         self._slots = [Slot(index=i) for i in range(num_slots)]
         self._waiting: deque[Request] = deque()
         self._task: asyncio.Task[None] | None = None
-        self._is_paused = False
+        self.is_paused = False
         self._clock = 0
         self._route = top_k_route(config.experts_per_token)
 
@@ -132,10 +132,10 @@ class EmbeddedEngine:
 
     def pause(self) -> None:
         """Freezes sampling after the forward under way; requests go on after ``resume``."""
-        self._is_paused = True
+        self.is_paused = True
 
     def resume(self) -> None:
-        self._is_paused = False
+        self.is_paused = False
         if self._waiting or self.num_running:
             self._start()
 
@@ -145,7 +145,7 @@ class EmbeddedEngine:
         return sum(slot.request is not None for slot in self._slots)
 
     def _start(self) -> None:
-        if not self._is_paused and (self._task is None or self._task.done()):
+        if not self.is_paused and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._run())
 
     def new_policy_version(self, version: int, *, in_flight: bool = False) -> None:
@@ -180,7 +180,7 @@ class EmbeddedEngine:
     async def _run(self) -> None:
         """Steps until no request is left. An error in a step reaches every caller that waits."""
         try:
-            while not self._is_paused:
+            while not self.is_paused:
                 self._admit()
                 active = [slot for slot in self._slots if slot.request is not None]
                 if not active:

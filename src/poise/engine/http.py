@@ -78,8 +78,9 @@ class Servers:
 
     An episode stays with one server, whose prefix cache holds its tokens, until that server goes away. ``retries``: how
     often one request is sent again after a transport error or an answer 5xx; everything else that is no success raises
-    EngineError at once. ``max_wait_s``: how long a request waits while no server is ready. ``restart(url)`` is called
-    when a server refuses connections, and starts it. ``tell`` hears of outages and returns.
+    EngineError at once. ``max_wait_s``: how long a request waits while no server is ready. ``restart(url,
+    is_first)`` is called whenever a server refuses connections: it starts it the first time of an outage, and later
+    raises where that has failed. ``tell`` hears of outages and returns.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Servers:
         timeout_s: float = 600.0,
         retries: int = 5,
         max_wait_s: float = 900.0,
-        restart: Callable[[str], None] | None = None,
+        restart: Callable[[str, bool], None] | None = None,
         tell: Callable[[str], None] = log.warning,
     ) -> None:
         if not urls:
@@ -145,10 +146,11 @@ class Servers:
                 await self._send(url, "GET", "/health", timeout=HEALTH_TIMEOUT_S)
                 return
             except Outage as error:
-                if self.restart is not None and not is_started and isinstance(error.__cause__, httpx.ConnectError):
+                if self.restart is not None and isinstance(error.__cause__, httpx.ConnectError):
+                    if not is_started:
+                        self.tell(f"{url} is not there: engine.command starts it")
+                    self.restart(url, not is_started)
                     is_started = True
-                    self.tell(f"{url} is not there: engine.command starts it")
-                    self.restart(url)
                 if time.monotonic() > deadline:
                     raise EngineError(
                         f"{url} has not answered for {self.max_wait_s:g} s (engine.max_wait_s): {error}"

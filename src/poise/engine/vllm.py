@@ -5,6 +5,7 @@ opens the endpoints that training needs (pause, weights, the name of the weights
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from poise.engine.answers import checked_action, checked_log_prob, decoded_routes, signed_seed
@@ -44,6 +45,7 @@ class VllmEngine:
         self.routes_shape = routes_shape
         self.policy_version = 0
         self.num_sampled_tokens = 0
+        self._version_of: dict[str, int] = {}  # by mark
 
     async def __call__(self, token_ids: Sequence[int], *, episode_id: str, seed: int, max_tokens: int) -> Action:
         """Samples until a stop id or ``max_tokens``; waits while no server is ready."""
@@ -93,6 +95,7 @@ class VllmEngine:
         """From now on answers carry ``step``; ``mark``, where given, is what every server calls its weights."""
         if mark is not None:
             await self.post("/update_weight_version", {"new_version": mark})
+            self._version_of[mark] = step
         self.policy_version = step
 
     async def write_mark(self, url: str, mark: str) -> None:
@@ -151,7 +154,7 @@ class VllmEngine:
         finish = choice.get("finish_reason")
         if finish not in ("stop", "length"):
             raise EngineError(f"{where} ended an action with finish_reason {finish!r}: it was aborted")
-        return checked_action(
+        action = checked_action(
             token_ids,
             log_probs,
             where=where,
@@ -162,6 +165,11 @@ class VllmEngine:
             policy_version=version,
             routes=routes,
         )
+        versions = [self._version_of.get(mark, version) for mark in choice.get("weight_versions") or ()]
+        if len(versions) != len(token_ids):  # vLLM names the weights of a server only, not those of each token
+            return action
+        is_one = versions[0] == versions[-1]
+        return replace(action, policy_version=versions[0], policy_versions=() if is_one else tuple(versions))
 
     def _token_server(self, url: str, max_context_tokens: int) -> TokenServer:
         """What the handshake needs of one server."""

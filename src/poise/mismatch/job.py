@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from poise.assembly import Parts, assemble
+from poise.assembly import Parts, assemble, embedded_engine
 from poise.config import Config, ConfigError, RunError
 from poise.console import Console
-from poise.engine import EmbeddedEngine
 from poise.engine.http import EngineError, Servers
 from poise.engine.vllm import VllmEngine
 from poise.evaluate import evaluate
@@ -100,19 +99,11 @@ def mismatch_job(config: Config, console: Console, options: Options) -> Report:
 
 
 def embedded(parts: Parts, config: Config, options: Options) -> Engine:
-    engine, name = parts.engine, "embedded"
+    model, name = parts.model, "embedded"
     if options.engine_checkpoint is not None:
         model = _other_model(parts.model, options.engine_checkpoint, "--engine-checkpoint")
-        engine = EmbeddedEngine(
-            model,
-            stop_ids=engine.stop_ids,
-            return_id=engine.return_id,
-            num_slots=config.rollout.num_slots,
-            max_context_tokens=config.rollout.max_context_tokens,
-            max_prefill_tokens=config.rollout.max_prefill_tokens,
-            temperature=config.rollout.temperature,
-        )
         name = f"embedded, on {options.engine_checkpoint}"
+    engine = embedded_engine(model, parts.tokenizer, config)
 
     async def replay(stream: Trajectory) -> Trajectory:
         """Turn by turn, so that observations are prefilled and actions decoded, as in a rollout."""

@@ -102,7 +102,9 @@ class _Sizes:
         rows = context * max(episodes, demonstrations)  # of one optimizer step, at most
         self.accumulates = rows > config.run.tokens_per_microbatch * mesh.data
         self.rows = -(-min(config.run.tokens_per_microbatch, rows) // mesh.sequence)
-        self.num_slots = -(-rollout.num_slots // mesh.num_ranks)
+        # Servers have caches of their own.
+        num_slots = rollout.num_slots if config.engine.kind == "embedded" else 1
+        self.num_slots = -(-num_slots // mesh.num_ranks)
         self.sequences = max(1, min(config.run.tokens_per_microbatch, rows) // context)
 
     def held(self, *, trains: bool) -> Items:

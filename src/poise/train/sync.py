@@ -60,20 +60,29 @@ class WeightSync:
             except (Outage, SyncError, EngineError) as error:
                 if attempt > retries:
                     raise SyncError(f"{error} (tried {attempt} times: engine.retries {retries})") from error
+                self.engine.servers.tell(f"weights of step {version}: {error}; pushing them again")
                 for server in self.engine.servers.all:
                     await self.engine.servers.wait_until_healthy(server.url)
         await self.prove(model)
 
     async def prove(self, model: GptOss) -> None:
         """The canary, on every server. Raises CanaryError."""
-        before = self.route.older()
-        older = {} if before is None else {BEFORE: before}
-        differences = []
-        for server, started in zip(self.engine.servers.all, self._started_with, strict=True):
-            differences.append(await self._prove_one(model, server.url, older | {AT_START: started}))
-        self.largest_difference = max(differences)
+        self.largest_difference = max([await self.prove_one(model, server.url) for server in self.engine.servers.all])
 
-    async def _prove_one(self, model: GptOss, url: str, older: Mapping[str, Older]) -> float:
+    async def give(self, model: GptOss, url: str, *, mark: str) -> None:
+        """The weights pushed last, and proof, for one server that came back from a restart; they are ``model``'s."""
+        await self.route.give(url)
+        await self.engine.write_mark(url, mark)
+        await self.prove_one(model, url)
+
+    async def prove_one(self, model: GptOss, url: str) -> float:
+        """The canary's largest difference, nats, on one server. Raises CanaryError."""
+        before = self.route.older()
+        (started,) = (
+            one for server, one in zip(self.engine.servers.all, self._started_with, strict=True) if server.url == url
+        )
+        older: Mapping[str, Older] = ({} if before is None else {BEFORE: before}) | {AT_START: started}
+
         async def score(token_ids: Sequence[int]) -> list[float]:
             for attempt in itertools.count(1):
                 try:

@@ -1,0 +1,38 @@
+"""What surrounds a job: how it is interrupted, what is said then, and the servers that it is connected to."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from poise.engine import EmbeddedEngine
+from poise.interrupt import Interrupt, Interrupted
+from poise.parallel import Mesh
+from poise.train.remote import RemoteEngine
+
+
+def interrupt_of(mesh: Mesh, *, in_background: bool = False) -> Interrupt:
+    """All ranks stop at the same place; torchrun kills what is left 30 s after its SIGTERM."""
+    if mesh.shards is None:
+        return Interrupt(in_background=in_background)
+    return Interrupt(agree=lambda is_requested: any(mesh.gather_from_all(is_requested)), grace_s=20.0)
+
+
+@contextmanager
+def connected(engine: EmbeddedEngine | RemoteEngine, interrupt: Interrupt) -> Iterator[None]:
+    """Refuses servers that cannot be trained with before anything is done, and lets go of them at the end."""
+    if isinstance(engine, EmbeddedEngine):
+        yield
+        return
+    try:
+        interrupt.run(engine.handshake())
+        yield
+    finally:
+        interrupt.finish(engine.close())
+
+
+@contextmanager
+def kept_by(sentence: str) -> Iterator[None]:
+    """Says in an Interrupted what was kept."""
+    try:
+        yield
+    except Interrupted:
+        raise Interrupted(f"interrupted; {sentence}") from None

@@ -43,15 +43,16 @@ def canary(new):
     return choose_canary(new, seed=5, max_tokens=200)
 
 
-def check(canary, new, old, server, **arguments):
-    """The trainer has ``new``, the server's model is ``server``."""
+def check(canary, new, old, server, noise=None, **arguments):
+    """The trainer has ``new``, the server's model is ``server``; ``noise``: what rounding adds to its scores."""
     older = {"as before the update": dict(old.named_parameters()).__getitem__}
     sequences = dict(zip(canary.sequences, trainer_scores(server, canary), strict=True))
 
     async def score(token_ids):
-        return sequences[tuple(token_ids)].tolist()
+        scores = sequences[tuple(token_ids)]
+        return (scores if noise is None else scores + next(noise)[: len(scores)]).tolist()
 
-    settings = {"tolerance": 1e-4, "older": older, "where": "the server"} | arguments
+    settings = {"tolerance": 2e-5, "older": older, "where": "the server"} | arguments
     return asyncio.run(verify(canary, new, score, **settings))
 
 
@@ -63,6 +64,30 @@ def mixture(new, old, is_stale):
             if is_stale(name):
                 parameter.copy_(stale)
     return model
+
+
+def moved(model):
+    """As a rehearsal moves it: noise of a quarter of each parameter's size."""
+    model = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            size = parameter.square().mean().sqrt()
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * size / 4)
+    return model
+
+
+@pytest.mark.parametrize("stale", [None, "layers.1.self_attn", "layers.0.mlp.experts"], ids=str)
+def test_what_half_types_hide_is_found_where_it_is_looked_for(canary, new, stale):
+    """A server whose log-probs are 0.03 nats off by rounding, while a part of the rehearsal's weights stays behind."""
+    server = mixture(moved(new), new, lambda name: stale is not None and stale in name)
+    noise = iter(torch.randn(6, 200, generator=torch.Generator().manual_seed(1)) * 0.04)
+    settings = {"tolerance": 0.1, "noise": noise, "thorough": True}
+    if stale is None:
+        assert 0.02 < check(canary, moved(new), new, server, **settings) < 0.05
+    else:
+        diagnosis, _ = diagnosis_of(canary, moved(new), new, server, **settings)
+        assert diagnosis.groups == (f"the {'attention of layer 1' if 'attn' in stale else 'experts of layer 0'}",)
 
 
 def diagnosis_of(canary, new, old, server, **arguments):
@@ -173,7 +198,7 @@ def test_older_weights_of_the_right_age_are_named(canary, new, old):
 def test_without_older_weights_the_difference_alone_stops_the_run(canary, new, old):
     diagnosis, message = diagnosis_of(canary, new, old, mixture(new, old, lambda name: "lm_head" in name), older={})
     assert diagnosis.groups == ()
-    assert "differ by up to" in message
+    assert "does not have the trainer's weights" in message
 
 
 def test_scores_are_those_of_transformers(new, canary):

@@ -20,8 +20,9 @@ from poise.train.diagnosis import Diagnosis, Older, diagnose
 from poise.train.replay import recording_route
 
 NUM_CANDIDATES = 24
-# Largest difference of a token's log-prob, nats, that is arithmetic and not another policy, by the server's type.
-TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+# Mean difference of log-probs, nats, that is arithmetic and not another policy, by the server's type. float32: 20 times
+# what is seen on the CPU. bfloat16: there a token now and then takes another expert, so single tokens say nothing.
+TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 2e-5, torch.bfloat16: 0.1}
 Score = Callable[[Sequence[int]], Awaitable[list[float]]]
 
 
@@ -81,21 +82,26 @@ async def verify(
     tolerance: float,
     older: Mapping[str, Older],
     where: str,
+    thorough: bool = False,
 ) -> float:
-    """Largest difference between the server's scores and the trainer's, nats. Raises CanaryError above ``tolerance``.
+    """Mean difference between the server's scores and the trainer's, nats. Raises CanaryError above ``tolerance``.
 
     ``score(token_ids)``: the server's log-probs of tokens 1 .. n-1. ``older``: weights that the server may have kept,
-    by a name to call them ("of the update before"). ``where``: the server, for the message.
+    by a name to call them ("of the update before"). ``where``: the server, for the message. ``thorough``: also raises
+    within the tolerance where older parameters explain the scores better: finds what half types would hide, and takes
+    a few forward passes per layer.
     """
     theirs = [torch.tensor(await score(sequence), dtype=torch.float64) for sequence in canary.sequences]
-    mine = trainer_scores(model, canary)
-    difference = max(float((a - b).abs().max()) for a, b in zip(theirs, mine, strict=True))
-    if difference <= tolerance:
-        return difference
+    differences = torch.cat([(a - b).abs() for a, b in zip(theirs, trainer_scores(model, canary), strict=True)])
+    mean, largest = float(differences.mean()), float(differences.max())
+    if mean <= tolerance and not thorough:
+        return mean
     diagnosis = diagnose(model, lambda: trainer_scores(model, canary), theirs, older=older, tolerance=tolerance)
+    if mean <= tolerance and not diagnosis.groups:
+        return mean
     raise CanaryError(
-        f"{where} does not have the trainer's weights: its log-probs differ by up to {difference:.3g} nats, "
-        f"{tolerance:g} is arithmetic; {diagnosis.sentence()}",
+        f"{where} does not have the trainer's weights: its log-probs differ by {mean:.3g} nats, up to {largest:.3g}, "
+        f"where {tolerance:g} is arithmetic; {diagnosis.sentence()}",
         diagnosis,
     )
 

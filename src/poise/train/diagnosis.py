@@ -94,12 +94,12 @@ def diagnose(
         return float(differences.mean())
 
     def is_arithmetic(value: float) -> bool:
-        return value <= tolerance / 4  # of the mean, where ``tolerance`` bounds the largest
+        return value <= tolerance
 
     before = distance([])
     known = [(distance([h]), index, h) for index, h in enumerate(_known(model, older))]
     best = min(known, default=None)
-    if best is not None and is_arithmetic(best[0]):
+    if best is not None and is_arithmetic(best[0]) and best[0] <= (1 - MIN_GAIN) * before:
         return _result([best[2]], before, best[0], explained=True)
     chosen, after = _greedy(model, distance, older, before, is_arithmetic)
     if best is not None and best[0] <= after:

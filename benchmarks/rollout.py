@@ -67,6 +67,9 @@ class Episode:
     action_lengths: tuple[int, ...]
 
 
+Run = Callable[[Sequence[Episode]], int]
+
+
 def single_turns(num_episodes: int, rng: np.random.Generator) -> list[Episode]:
     return [Episode((_ids(rng, PROMPT_TOKENS),), (ACTION_TOKENS,)) for _ in range(num_episodes)]
 
@@ -184,7 +187,7 @@ class VllmServer:
         self.process.wait()
 
 
-def poise_run(model: GptOss, num_episodes: int) -> Callable[[Sequence[Episode]], int]:
+def poise_run(model: GptOss, num_episodes: int) -> Run:
     engine = EmbeddedEngine(model, stop_ids=(), return_id=-1, num_slots=num_episodes, max_context_tokens=MAX_CONTEXT)
 
     def run(episodes: Sequence[Episode]) -> int:
@@ -194,7 +197,7 @@ def poise_run(model: GptOss, num_episodes: int) -> Callable[[Sequence[Episode]],
     return run
 
 
-def vllm_run(url: str, vocab_size: int) -> Callable[[Sequence[Episode]], int]:
+def vllm_run(url: str, vocab_size: int) -> Run:
     def run(episodes: Sequence[Episode]) -> int:
         async def main() -> int:
             engine = VllmEngine(Servers([url]), stop_ids=(), vocab_size=vocab_size)
@@ -210,12 +213,13 @@ def vllm_run(url: str, vocab_size: int) -> Callable[[Sequence[Episode]], int]:
 
 
 def measure(
-    runs: dict[str, Callable], episodes: Sequence[Episode], rounds: int, clock: Callable[[], float]
+    runs: dict[str, Run], episodes: Sequence[Episode], rounds: int, clocks: dict[str, Callable[[], float]]
 ) -> dict[str, list[float]]:
     """Tokens per second of each system in each round; a round before them warms up."""
     speeds: dict[str, list[float]] = {name: [] for name in runs}
     for number in range(rounds + 1):
         for name, run in runs.items():
+            clock = clocks[name]
             started = clock()
             num_tokens = run(episodes)
             if number:
@@ -273,20 +277,18 @@ def main() -> None:
         try:
             for server in servers:
                 server.__enter__()
-
-            def clock() -> float:
-                if args.clock == "wall":
-                    return time.perf_counter()
-                return time.process_time() + sum(cpu_seconds(server.process.pid) for server in servers)
-
+            own = time.perf_counter if args.clock == "wall" else time.process_time
+            clocks: dict[str, Callable[[], float]] = {"poise": own, "Transformers": own, "vLLM": own}
+            if args.clock == "cpu":
+                clocks["vLLM"] = lambda: own() + sum(cpu_seconds(server.process.pid) for server in servers)
             for num_episodes in args.episodes:
-                runs: dict[str, Callable] = {"poise": poise_run(model, num_episodes)}
+                runs: dict[str, Run] = {"poise": poise_run(model, num_episodes)}
                 runs["Transformers"] = lambda episodes: generate(theirs, episodes, tokenizer.pad or 0)
                 for server in servers:
                     runs["vLLM"] = vllm_run(server.url, config.vocab_size)
                 for title, workload in (("single", single_turns), ("tools", with_tools)):
                     episodes = workload(num_episodes, np.random.default_rng(0))
-                    row = row_of(f"{title}, {num_episodes}", measure(runs, episodes, args.rounds, clock), episodes)
+                    row = row_of(f"{title}, {num_episodes}", measure(runs, episodes, args.rounds, clocks), episodes)
                     print(*row, sep="  ", flush=True)
                     table.add_row(*row)
         finally:

@@ -74,6 +74,8 @@ def mismatch(args: list[str]) -> None:
     for option in ("--engine", "--episodes", "--tokens", "--engine-checkpoint", "--previous", "--json"):
         given[option], args = take_option(args, option)
     config = _checkpoint_config(args, "mismatch")
+    if config.engine != EngineConfig():
+        raise ConfigError("--engine.* does nothing in poise mismatch: --engine URL names the server")
     if given["--engine"] is None:
         raise ConfigError("poise mismatch needs --engine embedded or --engine URL")
     if given["--episodes"] is not None and given["--tokens"] is not None:

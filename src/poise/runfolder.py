@@ -61,7 +61,7 @@ def _from_dict(cls: Callable[..., T], values: Mapping[str, Any], *, where: str) 
 def write_trajectories(
     folder: Path, step: int, trajectories: Iterable[Trajectory], decode: Callable[[list[int]], str]
 ) -> None:
-    """Writes ``trajectories/step_N.jsonl``: ids, text, mask, log-probs, reward, stop; one line a trajectory."""
+    """Writes ``trajectories/step_N.jsonl``: ids, text, mask, log-probs, versions, reward, stop; a line each."""
     path = folder / "trajectories" / f"step_{step:06d}.jsonl"
     path.parent.mkdir(exist_ok=True)
     with path.open("w") as file:

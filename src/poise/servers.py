@@ -10,7 +10,7 @@ import torch
 
 from poise.config import Config
 from poise.console import Console
-from poise.engine import EngineError, Servers, VllmEngine
+from poise.engine import EngineError, Servers, SglangEngine, VllmEngine
 from poise.engine.http import Outage
 from poise.engine.process import ServerProcesses
 from poise.harmony import HarmonyTokenizer
@@ -51,7 +51,8 @@ def connect(model: GptOss, tokenizer: HarmonyTokenizer, config: Config, console:
         tell=lambda line: console.line(f"engine: {line}"),
     )
     wants_routes = config.algorithm.replay_routes == "engine"
-    client = VllmEngine(
+    make_client = SglangEngine if settings.kind == "sglang" else VllmEngine
+    client: SglangEngine | VllmEngine = make_client(
         servers,
         stop_ids=tokenizer.stop_ids,
         vocab_size=model.config.vocab_size,
@@ -61,6 +62,8 @@ def connect(model: GptOss, tokenizer: HarmonyTokenizer, config: Config, console:
 
     async def make_sync() -> WeightSync:
         context = config.rollout.max_context_tokens
+        if isinstance(client, SglangEngine):
+            return await sglang_sync(client, model, folder, stored_as, context)
         owners = await models_of(servers)
         if {owner.get("owned_by") for owner in owners} != {"poise"}:
             if any(owner.get("owned_by") == "poise" for owner in owners):
@@ -84,8 +87,26 @@ def connect(model: GptOss, tokenizer: HarmonyTokenizer, config: Config, console:
         model,
         make_sync=make_sync,
         max_context_tokens=config.rollout.max_context_tokens,
+        is_ahead=config.rollout.max_staleness > 0,
         on_close=on_close,
     )
+
+
+async def sglang_sync(
+    client: SglangEngine, model: GptOss, folder: Path, stored_as: Format, max_context_tokens: int
+) -> WeightSync:
+    """Weights by a folder; the canary as strict as the type in which the servers say that they compute."""
+    infos = await client.servers.ask_all("GET", "/get_server_info")
+    is_exact = all(info.get("dtype") == "float32" for info in infos)
+
+    async def tell(url: str, path: Path) -> None:
+        await client.load_folder(url, str(path))
+
+    route = ReloadRoute(client.servers, folder, tell, format=stored_as)
+    canary = choose_canary(model, seed=CANARY_SEED, max_tokens=max_context_tokens)
+    started_with = [stored_parameters(Path(str(info.get("model_path")))) for info in infos]
+    kind = ServerKind(dtype=torch.float32 if is_exact else torch.bfloat16, device="cuda")
+    return WeightSync(client, route, kind, canary, started_with)
 
 
 async def models_of(servers: Servers) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import threading
 import pytest
 from fake_vllm import FakeVllm, serving
 
-from poise.assembly import new_model_config
+from poise.assembly import embedded_engine, new_model_config
 from poise.config import (
     AlgorithmConfig,
     Config,
@@ -27,6 +27,7 @@ from poise.config import (
 )
 from poise.console import Bar, Console
 from poise.engine import EngineError
+from poise.engine.server import EngineServer
 from poise.harmony import byte_tokenizer
 from poise.jobs import train_job
 from poise.model import GptOss, save_model
@@ -35,7 +36,7 @@ from poise.train.checkpoint import latest_checkpoint
 EMBEDDED = EngineConfig()
 
 
-def config_of(folder, engine=EMBEDDED, **run):
+def config_of(folder, engine=EMBEDDED, lead=0, **run):
     return Config(
         model=ModelConfig(
             hidden_size=32, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, num_experts=4,
@@ -44,7 +45,7 @@ def config_of(folder, engine=EMBEDDED, **run):
         task=TaskConfig(num_train_rows=6, num_test_rows=2, describes_tools=False),
         rollout=RolloutConfig(
             groups_per_step=3, group_size=2, max_turns=2, max_action_tokens=16, max_context_tokens=300, num_slots=8,
-            lockstep=True,
+            lockstep=True, max_staleness=lead,
         ),
         algorithm=AlgorithmConfig(entropy_weight=0.1),  # a gradient also where all rewards are equal
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=0),
@@ -193,6 +194,38 @@ def test_a_server_of_another_vocabulary_is_refused_before_the_warm_start(tmp_pat
     with serving(FakeVllm()) as urls, pytest.raises(EngineError, match="another vocabulary"):
         train(tmp_path, EngineConfig(kind="vllm", urls=tuple(urls)))
     assert not any(tmp_path.rglob("metrics.jsonl"))
+
+
+class Served:
+    """`poise serve` in a thread, with weights of its own."""
+
+    def __init__(self, folder):
+        config, tokenizer = config_of(folder), byte_tokenizer()
+        model = GptOss(new_model_config(config.model, tokenizer)).init_weights(9)
+        self.server = EngineServer(embedded_engine(model, tokenizer, config), tokenizer, name="other")
+
+    def app(self):
+        return self.server.app
+
+
+def test_servers_sample_ahead_and_each_token_keeps_its_version(tmp_path):
+    with serving(Served(tmp_path), Served(tmp_path)) as urls:
+        engine = EngineConfig(kind="vllm", urls=tuple(urls), max_wait_s=60.0)
+        folder = train_job(config_of(tmp_path / "runs", engine, lead=1, steps=4), Console())
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [line for line in metrics if line["step"] >= 1]
+    assert [line["staleness_max"] for line in metrics] == [0, 1, 1, 1]
+    # Tokens that were sampled by the policy itself are the trainer's own; what is older differs, and is corrected.
+    assert metrics[0]["mismatch_max"] < 1e-4
+    for step in range(1, 5):
+        lines = (folder / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()
+        assert {v for line in lines for v in json.loads(line)["policy_versions"]} <= {step - 2, step - 1}
+
+
+def test_sglang_cannot_sample_ahead():
+    engine = EngineConfig(kind="sglang", urls=("http://a",))
+    with pytest.raises(ConfigError, match=r"rollout.max_staleness needs engine.kind"):
+        Config(engine=engine, rollout=RolloutConfig(max_staleness=1))
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class FakeSglang:
                 [float(row[token]), token, None] for row, token in zip(rows, prompt[1:], strict=True)
             ]
         if body.get("return_routed_experts") and self.defect != "no routes":
-            rows = len(prompt) + len(ids) - 1
+            rows = len(prompt) + len(ids or []) - 1
             routes = np.arange(rows * LAYERS * EXPERTS_PER_TOKEN, dtype=np.int32) % 7
             meta["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
         return JSONResponse({"text": "", "output_ids": ids, "meta_info": meta})

@@ -43,6 +43,11 @@ class Config:
             or self.rollout.max_prefill_tokens == RolloutConfig.__dataclass_fields__["max_prefill_tokens"].default,
             f'rollout.max_prefill_tokens does nothing with engine.kind "{self.engine.kind}"',
         )
+        require(
+            self.engine.kind != "sglang" or self.rollout.max_staleness == 0,
+            'rollout.max_staleness needs engine.kind "embedded" or "vllm": SGLang does not say which weights sampled a '
+            "token",
+        )
         has_group_of_one = not self.algorithm.has_group_baseline and self.algorithm.max_resamples == 0
         require(
             self.rollout.group_size > 1 or has_group_of_one,

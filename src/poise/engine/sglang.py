@@ -58,7 +58,7 @@ class SglangEngine:
         return action
 
     async def score(self, token_ids: Sequence[int], *, url: str | None = None) -> list[float]:
-        """Log-probs of tokens 1 .. n-1, each given those before it, at temperature 1; by the first server or ``url``."""
+        """Log-probs of tokens 1 .. n-1, each given those before it, at temperature 1; by the first or ``url``."""
         url = self.servers.all[0].url if url is None else url
         sampling = dict(PLAIN_SAMPLING) | {"temperature": 1.0, "max_new_tokens": 1}
         body = {

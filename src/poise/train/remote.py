@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from poise.config import RunError
-from poise.engine import EngineError, VllmEngine
+from poise.engine import EngineError, SglangEngine, VllmEngine
 from poise.engine.http import Marks, Outage, Servers
 from poise.model import GptOss, save_model
 from poise.model.checkpoint import Format
@@ -60,21 +60,22 @@ class RemoteEngine:
     that a push that fails comes when the step is written down. A push gives the servers the weights under a name that
     no other run has, and proves that they arrived (``WeightSync``). A server that was restarted has lost the name: it
     gets the weights again before anything it samples is taken. ``make_sync`` is called when the servers have passed the
-    handshake; the first push is rehearsed where ``rehearses``. ``on_close`` is called when the engine closes.
+    handshake, ``on_close`` when the engine closes. ``is_ahead``: ``model`` may move while the servers sample, so a
+    server that came back is given the weights of the last push without a comparison with ``model``.
     """
 
     def __init__(
         self,
-        client: VllmEngine,
+        client: VllmEngine | SglangEngine,
         model: GptOss,
         *,
         make_sync: Callable[[], Awaitable[WeightSync]],
         max_context_tokens: int,
-        rehearses: bool = True,
+        is_ahead: bool = False,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.client, self.model, self.make_sync, self.on_close = client, model, make_sync, on_close
-        self.max_context_tokens, self.rehearses = max_context_tokens, rehearses
+        self.max_context_tokens, self.is_ahead = max_context_tokens, is_ahead
         self._run = secrets.token_hex(4)
         self._wanted = 0
         self._pushed: int | None = None
@@ -147,7 +148,7 @@ class RemoteEngine:
         self._num_pushes += 1
         mark = f"{self._run}-{version}-{self._num_pushes}"
         servers.valid_marks |= {mark}  # what is under way may be answered before or after
-        if self._pushed is None and self.rehearses:
+        if self._pushed is None:
             await sync.rehearse(self.model, version, mark=mark)
         else:
             await sync.sync(self.model, version, mark=mark)
@@ -171,7 +172,11 @@ class RemoteEngine:
             (mark,) = self.client.servers.valid_marks
             if self._sync is None or await self.client.read_mark(url) == mark:
                 return  # an update has reached it meanwhile
-            await self._sync.give(self.model, url, mark=mark)
+            if self.is_ahead:
+                await self._sync.route.give(url)
+                await self.client.write_mark(url, mark)
+            else:
+                await self._sync.give(self.model, url, mark=mark)
 
 
 def is_outage(error: BaseException | None) -> bool:

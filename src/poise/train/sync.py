@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from poise.engine.http import EngineError, Outage
+from poise.engine.sglang import SglangEngine
 from poise.engine.vllm import VllmEngine
 from poise.model import GptOss
 from poise.train.canary import TOLERANCES, Canary, choose_canary, verify
@@ -35,7 +36,12 @@ class WeightSync:
     """
 
     def __init__(
-        self, engine: VllmEngine, route: Route, kind: ServerKind, canary: Canary, started_with: list[Older]
+        self,
+        engine: VllmEngine | SglangEngine,
+        route: Route,
+        kind: ServerKind,
+        canary: Canary,
+        started_with: list[Older],
     ) -> None:
         self.engine, self.route, self.kind, self.canary = engine, route, kind, canary
         self.largest_difference = 0.0
@@ -53,7 +59,8 @@ class WeightSync:
             try:
                 await self.engine.pause()
                 await self.route.push(model)
-                await forget_cached_keys(self.engine.servers)
+                if isinstance(self.engine, VllmEngine):  # SGLang forgets them as it reads the weights
+                    await forget_cached_keys(self.engine.servers)
                 await self.engine.set_policy_version(version, mark=mark)
                 await self.engine.resume()
                 break

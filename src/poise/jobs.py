@@ -22,6 +22,7 @@ from poise.parallel.launch import joined
 from poise.runfolder import CONFIG_FILE, create_run_folder, write_config, write_trajectories
 from poise.seeding import derive_seed
 from poise.session import connected, interrupt_of, kept_by
+from poise.train.canary import CanaryError
 from poise.train.checkpoint import (
     checkpoint_folder,
     latest_checkpoint,
@@ -36,6 +37,7 @@ from poise.train.remote import RemoteEngine
 from poise.train.scoring import Group, RolloutError
 from poise.train.sharded import Saving
 from poise.train.trainer import Trainer
+from poise.train.weights import SyncError
 from poise.types import Trajectory
 from poise.warmstart import demonstrations, warm_start
 
@@ -181,7 +183,7 @@ class Run:
                     on_step=on_step,
                     on_batch=on_batch,
                 )
-            except (Interrupted, RolloutError, EngineError):
+            except (Interrupted, RolloutError, EngineError, SyncError, CanaryError):
                 self.save(trainer, "train", last_step, waits=True)
                 raise
 

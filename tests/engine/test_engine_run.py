@@ -27,11 +27,14 @@ from poise.config import (
 )
 from poise.console import Bar, Console
 from poise.engine import EngineError
+from poise.engine.http import Outage, ServerGone
 from poise.engine.server import EngineServer
 from poise.harmony import byte_tokenizer
 from poise.jobs import train_job
 from poise.model import GptOss, save_model
 from poise.train.checkpoint import latest_checkpoint
+from poise.train.remote import is_outage
+from poise.train.weights import SyncError
 
 EMBEDDED = EngineConfig()
 
@@ -194,6 +197,18 @@ def test_a_server_of_another_vocabulary_is_refused_before_the_warm_start(tmp_pat
     with serving(FakeVllm()) as urls, pytest.raises(EngineError, match="another vocabulary"):
         train(tmp_path, EngineConfig(kind="vllm", urls=tuple(urls)))
     assert not any(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_only_what_a_second_try_may_mend_is_tried_again():
+    def raised(error, cause):
+        try:
+            raise error from cause
+        except Exception as raised_error:
+            return raised_error
+
+    assert is_outage(raised(SyncError("not loaded"), Outage("gone")))
+    assert not is_outage(raised(SyncError("another model"), EngineError("refused")))
+    assert not is_outage(raised(SyncError("not loaded"), raised(ServerGone("waited"), Outage("gone"))))
 
 
 class Served:

@@ -31,6 +31,10 @@ class EngineError(RunError):
     """What a server answered cannot be trained on, or no server answers any more."""
 
 
+class ServerGone(EngineError):
+    """A server was waited for as long as ``engine.max_wait_s`` allows."""
+
+
 class Outage(Exception):
     """A server did not answer, or no longer has the weights that it was given. Another try may succeed."""
 
@@ -152,7 +156,7 @@ class Servers:
                     self.restart(url, not is_started)
                     is_started = True
                 if time.monotonic() > deadline:
-                    raise EngineError(
+                    raise ServerGone(
                         f"{url} has not answered for {self.max_wait_s:g} s (engine.max_wait_s): {error}"
                     ) from error
             await asyncio.sleep(_delay(attempt))
@@ -210,7 +214,7 @@ class Servers:
                 try:
                     await asyncio.wait_for(state.changed.wait_for(self._can_go_on), self.max_wait_s)
                 except TimeoutError:
-                    raise EngineError(
+                    raise ServerGone(
                         f"no engine server was ready for {self.max_wait_s:g} s (engine.max_wait_s): "
                         f"{', '.join(server.url for server in self.all)}"
                     ) from None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from poise.config import RunError
 from poise.engine import EngineError, SglangEngine, VllmEngine
-from poise.engine.http import Marks, Outage, Servers
+from poise.engine.http import Marks, Outage, ServerGone, Servers
 from poise.model import GptOss, save_model
 from poise.model.checkpoint import Format
 from poise.train.diagnosis import Older
@@ -180,8 +180,8 @@ class RemoteEngine:
 
 
 def is_outage(error: BaseException | None) -> bool:
-    """Whether a server that did not answer is at the bottom of it: then another try may succeed."""
-    while error is not None:
+    """Whether a server that did not answer is at the bottom of it, and has not been waited for: try again then."""
+    while error is not None and not isinstance(error, ServerGone):
         if isinstance(error, Outage):
             return True
         error = error.__cause__

@@ -82,7 +82,8 @@ def integrity(model_path: str | None, num_groups: int) -> list[str]:
                 steps.append(trainer.step(ready))
             ratio_min, ratio_max = min(s["ratio_min"] for s in steps), max(s["ratio_max"] for s in steps)
             clipped, k3 = max(s["clip_fraction"] for s in steps), steps[0]["mismatch_k3"]
-            lines.append(f"| {dtype} | {name} | {ratio_min:.6g} | {ratio_max:.6g} | {clipped:.1%} | {k3:.1e} |")
+            ratios = f"{ratio_min:.6g} | {ratio_max:.6g} | {clipped:.1%} | {max(s['approx_kl'] for s in steps):.1e}"
+            lines.append(f"| {dtype} | {name} | {ratios} | {k3:.1e} |")
     return lines
 
 
@@ -112,8 +113,8 @@ def main() -> None:
     tables = []
     for name, path in models.items():
         tables.append(
-            f"\n{name}\n\n| type | batches | ratio min | ratio max | clipped | k3 to the engine |"
-            "\n|---|---|---|---|---|---|"
+            f"\n{name}\n\n| type | batches | ratio min | ratio max | clipped | approx KL | k3 to the engine |"
+            "\n|---|---|---|---|---|---|---|"
         )
         tables += integrity(path, args.groups)
         tables.append(

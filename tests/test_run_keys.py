@@ -37,6 +37,7 @@ CHANGED = {
     "run.eval_problems": 2, "run.log_trajectories_every": 0, "run.trackers": "tensorboard",
 }  # fmt: skip
 RAISES = {
+    "sandbox.url": "http://127.0.0.1:9",  # nobody answers
     "task.describes_tools": True,  # the description alone is longer than these contexts
     "task.factory": "x:y", "model.path": "/nowhere", "model.device": "cuda:99", "task.name": "gsm8k",
     "task.data": "x.jsonl",
@@ -51,6 +52,10 @@ RAISES = {
 # Time and memory only, or what a policy this small never reaches; each has its own tests elsewhere.
 ELSEWHERE = {
     "rollout.max_staleness": "test_ahead.py: what runs ahead, and by how much",
+    "sandbox.mode": "sandbox/test_protection.py: what is in force",
+    "sandbox.allow_unsandboxed": "sandbox/test_protection.py: refused without it",
+    "sandbox.memory_mib": "sandbox/test_sandbox.py: what an interpreter may take",
+    "sandbox.packages": "sandbox/test_sandbox.py: what can be imported",
     "rollout.lockstep": "test_rollout.py: who waits for whom",
     "rollout.num_slots": "engine/test_embedded.py: the same log-probs with any number",
     "rollout.max_prefill_tokens": "engine/test_embedded.py: the same log-probs in smaller pieces",

@@ -20,7 +20,7 @@ from poise.parallel import ALONE, Mesh, empty_model, full_tensors, held_part, in
 from poise.plan import GIB, require_memory
 from poise.plan import Mesh as plan_mesh
 from poise.rollout import Limits
-from poise.sandbox import protection
+from poise.sandbox import Sandbox, SandboxError, describe
 from poise.seeding import derive_seed
 from poise.servers import connect
 from poise.train.checkpoint import load_weights
@@ -40,12 +40,15 @@ class Parts:
     engine: EmbeddedEngine | RemoteEngine
     task: Task
     limits: Limits
+    walls: dict[str, Any]
+    """What keeps model-written code in."""
     mesh: Mesh = ALONE
 
 
 def assemble(config: Config, console: Console, *, trains: bool = True, mesh: Mesh = ALONE) -> Parts:
     """Loads or makes the policy, checks that the run can fit, and says what protects the machine from the policy."""
-    task = make_task(config.task)
+    task = make_task(config.task, config.sandbox)
+    walls = sandbox_walls(config)
     if mesh.num_ranks > 1 and config.rollout.max_staleness > 0:
         raise ConfigError(f"rollout.max_staleness needs a trainer of one process, not {mesh.num_ranks}")
     model, tokenizer = load_policy(config, console, trains=trains, mesh=mesh)
@@ -60,7 +63,7 @@ def assemble(config: Config, console: Console, *, trains: bool = True, mesh: Mes
             )
         engine = connect(model, tokenizer, config, console)
         console.line(f"engine: {config.engine.kind} at {', '.join(config.engine.urls)}")
-    console.line(f"sandbox: {protection()}")
+    console.line(f"sandbox: {walls['protection']}")
     return Parts(
         model=model,
         tokenizer=tokenizer,
@@ -69,7 +72,24 @@ def assemble(config: Config, console: Console, *, trains: bool = True, mesh: Mes
         task=task,
         limits=Limits.from_config(config.rollout),
         mesh=mesh,
+        walls=walls,
     )
+
+
+def sandbox_walls(config: Config) -> dict[str, Any]:
+    """What keeps the policy's code from the rest of the machine, with one line for people under "protection".
+
+    Raises ConfigError where the task runs code and nothing does.
+    """
+    if config.task.name == "custom":
+        return {"protection": "as task.factory decides"}
+    if not config.task.runs_code:
+        return {"protection": f"not used: task {config.task.name} runs no code"}
+    try:
+        walls = Sandbox.from_config(config.sandbox).walls()
+    except SandboxError as error:
+        raise ConfigError(str(error)) from error
+    return {"protection": describe(walls), **walls}
 
 
 def load_policy(

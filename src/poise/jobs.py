@@ -19,7 +19,7 @@ from poise.metrics import MetricsWriter
 from poise.model import GptOss
 from poise.parallel import Mesh
 from poise.parallel.launch import joined
-from poise.runfolder import CONFIG_FILE, create_run_folder, write_config, write_trajectories
+from poise.runfolder import CONFIG_FILE, create_run_folder, record_sandbox, write_config, write_trajectories
 from poise.seeding import derive_seed
 from poise.session import connected, interrupt_of, kept_by
 from poise.train.canary import CanaryError
@@ -265,6 +265,7 @@ def open_run(config: Config, parts: Parts, console: Console, resume: Path | None
     assert folder is not None
     if mesh.is_first:
         write_config(folder / CONFIG_FILE, config)
+        record_sandbox(folder, parts.walls)
     console.line(f"run folder: {folder}")
     return Run(config, parts, console, folder)
 

@@ -10,6 +10,7 @@ from poise.config import Config, ConfigError
 from poise.types import Trajectory
 
 CONFIG_FILE = "config.json"
+SANDBOX_FILE = "sandbox.jsonl"
 
 T = TypeVar("T")
 
@@ -31,6 +32,12 @@ def create_run_folder(config: Config) -> Path:
 
 def write_config(path: Path, config: Config) -> None:
     path.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+
+
+def record_sandbox(folder: Path, walls: Mapping[str, Any]) -> None:
+    """Adds a line to ``sandbox.jsonl``: what kept model-written code in since this start of the run."""
+    with (folder / SANDBOX_FILE).open("a") as file:
+        file.write(json.dumps(walls) + "\n")
 
 
 def read_config(path: Path) -> Config:

@@ -10,6 +10,7 @@ from poise.config.errors import ConfigError, RunError
 from poise.config.model import ModelConfig
 from poise.config.parallel import ParallelConfig
 from poise.config.rollout import RolloutConfig
+from poise.config.sandbox import SandboxConfig
 from poise.config.task import TaskConfig
 from poise.config.training import OptimizerConfig, RunConfig, WarmStartConfig
 from poise.config.whole import Config
@@ -26,6 +27,7 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "RunError",
+    "SandboxConfig",
     "TaskConfig",
     "WarmStartConfig",
 ]

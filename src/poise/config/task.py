@@ -80,6 +80,11 @@ class TaskConfig:
     score: Literal["all", "share"] = "all"
     """Task verifyif: reward 1 for "all" instructions followed, or the "share" of them that was."""
 
+    @property
+    def runs_code(self) -> bool:
+        """Whether the policy's code is run: the task has questions and a python tool."""
+        return self.name in _WITH_QUESTIONS and self.tool != "none"
+
     def __post_init__(self) -> None:
         require(
             (self.name == "custom") == (self.factory is not None),

@@ -9,6 +9,7 @@ from poise.config.errors import require
 from poise.config.model import ModelConfig
 from poise.config.parallel import ParallelConfig
 from poise.config.rollout import RolloutConfig
+from poise.config.sandbox import SandboxConfig
 from poise.config.task import TaskConfig
 from poise.config.training import OptimizerConfig, RunConfig, WarmStartConfig
 
@@ -19,6 +20,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -47,6 +49,10 @@ class Config:
             self.engine.kind != "sglang" or self.rollout.max_staleness == 0,
             'rollout.max_staleness needs engine.kind "embedded" or "vllm": SGLang does not say which weights sampled a '
             "token",
+        )
+        require(
+            self.task.runs_code or self.sandbox == SandboxConfig(),
+            f"sandbox keys do nothing here: task {self.task.name} runs no code of its own",
         )
         has_group_of_one = not self.algorithm.has_group_baseline and self.algorithm.max_resamples == 0
         require(

@@ -4,24 +4,27 @@ import importlib
 import os
 import sys
 
-from poise.config import ConfigError, TaskConfig
+from poise.config import ConfigError, SandboxConfig, TaskConfig
 from poise.envs.env import Task
 
 
-def make_task(config: TaskConfig) -> Task:
-    """Raises ``ConfigError`` in one sentence where data or an optional package is missing."""
+def make_task(config: TaskConfig, sandbox: SandboxConfig | None = None) -> Task:
+    """A task whose python tool runs where ``sandbox`` says.
+
+    Raises ``ConfigError`` in one sentence where data or an optional package is missing.
+    """
     if config.name == "reasoning_gym":
         from poise.envs.reasoning_gym import ReasoningGym
 
-        return ReasoningGym(config)
+        return ReasoningGym(config, sandbox)
     if config.name == "gsm8k":
         from poise.envs.gsm8k import Gsm8k
 
-        return Gsm8k(config)
+        return Gsm8k(config, sandbox)
     if config.name == "retool":
         from poise.envs.retool import Retool
 
-        return Retool(config)
+        return Retool(config, sandbox)
     if config.name == "verifyif":
         from poise.envs.verifyif import VerifyIf
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from poise.config import ConfigError, TaskConfig
+from poise.config import ConfigError, SandboxConfig, TaskConfig
 from poise.envs.arithmetic import evaluate
 from poise.envs.env import Outcome, Row
 from poise.envs.grading import is_right, number_in, require_math_verify
@@ -28,8 +28,8 @@ class Gsm8k(QuestionTask):
     the questions, chosen by their hash, is answered without calls.
     """
 
-    def __init__(self, config: TaskConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: TaskConfig, sandbox: SandboxConfig | None = None) -> None:
+        super().__init__(config, sandbox)
         require_math_verify(config.name)
         self.train_rows, self.test_rows = load_splits(config, check_row, key="question")
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 
-from poise.config import ConfigError, TaskConfig
+from poise.config import ConfigError, SandboxConfig, TaskConfig
 from poise.envs.env import Outcome, Row
 from poise.envs.rows import Check, load_rows
 from poise.envs.tool_env import ToolEnv
@@ -23,7 +23,7 @@ from poise.harmony.messages import (
     tool_result,
     user,
 )
-from poise.sandbox import Limits
+from poise.sandbox import Limits, Sandbox
 
 
 class QuestionTask(ABC):
@@ -36,12 +36,15 @@ class QuestionTask(ABC):
     train_rows: Sequence[Row]
     test_rows: Sequence[Row]
 
-    def __init__(self, config: TaskConfig, *, has_tool: bool = True) -> None:
+    def __init__(self, config: TaskConfig, sandbox: SandboxConfig | None = None, *, has_tool: bool = True) -> None:
+        sandbox = sandbox or SandboxConfig()
         self.config = config
+        self._sandbox = Sandbox.from_config(sandbox)
         self._tool_kind = config.tool if has_tool else "none"
         self._limits = Limits(
             wall_s=config.tool_time_limit_s,
             cpu_s=config.tool_time_limit_s,
+            memory_mib=sandbox.memory_mib,
             num_output_bytes=config.tool_output_bytes,
         )
 
@@ -102,7 +105,7 @@ class QuestionTask(ABC):
         return call, tool_result("python", output, channel=Channel.ANALYSIS)
 
     def _python(self) -> PythonTool:
-        return PythonTool(self._limits, is_function=self._tool_kind == "function")
+        return PythonTool(self._limits, is_function=self._tool_kind == "function", sandbox=self._sandbox)
 
     def answers_mentally(self, row: Row) -> bool:
         """Whether a demonstration does without the tool: always where there is none, else ``task.mental_share``."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
-from poise.config import ConfigError, TaskConfig
+from poise.config import ConfigError, SandboxConfig, TaskConfig
 from poise.envs.arithmetic import evaluate
 from poise.envs.env import Outcome, Row
 from poise.envs.question import QuestionTask
@@ -31,8 +31,8 @@ class ReasoningGym(QuestionTask):
     a share ``mental_share``, chosen by a hash of the question, answers without the call.
     """
 
-    def __init__(self, config: TaskConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: TaskConfig, sandbox: SandboxConfig | None = None) -> None:
+        super().__init__(config, sandbox)
         if config.num_train_rows + config.seed >= _FIRST_TEST_SEED:
             raise ConfigError(f"task.seed + task.num_train_rows must be below {_FIRST_TEST_SEED}")
         self._dataset = _create(config.dataset, config.seed, config.num_train_rows)

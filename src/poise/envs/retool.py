@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from poise.config import ConfigError, TaskConfig
+from poise.config import ConfigError, SandboxConfig, TaskConfig
 from poise.envs.env import Outcome, Row
 from poise.envs.grading import require_math_verify
 from poise.envs.gsm8k import without_marks, worked
@@ -30,8 +30,8 @@ class Retool(QuestionTask):
     ``demonstrate``: the row's solution as thinking, where it has one; calculator marks as in GSM8K become calls.
     """
 
-    def __init__(self, config: TaskConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: TaskConfig, sandbox: SandboxConfig | None = None) -> None:
+        super().__init__(config, sandbox)
         require_math_verify(config.name)
         self.train_rows, self.test_rows = load_splits(config, check_row, key="question")
 

@@ -5,7 +5,7 @@
 policy sees ``result.text``.
 """
 
-from poise.sandbox.client import Sandbox, Session, protection, run_python
-from poise.sandbox.limits import Limits, Result, SandboxError
+from poise.sandbox.client import Sandbox, describe, protection
+from poise.sandbox.limits import Limits, Result, SandboxError, Session
 
-__all__ = ["Limits", "Result", "Sandbox", "SandboxError", "Session", "protection", "run_python"]
+__all__ = ["Limits", "Result", "Sandbox", "SandboxError", "Session", "describe", "protection"]

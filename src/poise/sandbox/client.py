@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from poise.sandbox.limits import Limits, Result, SandboxError
+from poise.config import SandboxConfig
+from poise.sandbox.limits import Limits, Result, SandboxError, Session
+from poise.sandbox.remote import RemoteSession, check_remote
 from poise.sandbox.start import MODES, Server, start_server
 from poise.sandbox.wire import Wire
 
@@ -22,35 +24,45 @@ class Sandbox:
     """Where model-written Python runs. Equal sandboxes share one fork server in a process, started on first use.
 
     ``mode``: "auto" takes the strongest protection that works here; "bubblewrap", "namespaces" or "landlock" that one
-    or none. ``allow_unsandboxed``: go on where nothing protects. ``packages``: what cells can import beside the
-    standard library, loaded beforehand where installed, with what they require. ``prelude``: trusted code that the
-    fork server runs once with all installed packages in reach; its imports are there for every cell.
+    or none. ``url``: of a SandboxFusion server, used instead. ``allow_unsandboxed``: go on where nothing protects.
+    ``packages``: what cells can import beside the standard library, loaded beforehand where installed, with what they
+    require.
     """
 
     mode: str = "auto"
+    url: str | None = None
     allow_unsandboxed: bool = False
     packages: tuple[str, ...] = ("numpy", "sympy")
-    prelude: str = ""
 
     def __post_init__(self) -> None:
         if self.mode not in ("auto", *MODES):
             raise ValueError(f"Sandbox.mode must be one of auto, {', '.join(MODES)}, got {self.mode!r}")
 
-    def session(self, limits: Limits | None = None, *, seed: int | None = None) -> "Session":
+    @classmethod
+    def from_config(cls, config: SandboxConfig) -> "Sandbox":
+        return cls(
+            mode=config.mode, url=config.url, allow_unsandboxed=config.allow_unsandboxed, packages=config.packages
+        )
+
+    def session(self, limits: Limits | None = None, *, seed: int | None = None) -> Session:
         """An interpreter that remembers. ``seed``: of ``random`` and numpy's global state; None draws one."""
-        return Session(self, limits or Limits(), seed)
+        if self.url is not None:
+            return RemoteSession(self.url, limits or Limits(), seed)
+        return LocalSession(self, limits or Limits(), seed)
 
     async def run(self, code: str, *, limits: Limits | None = None, seed: int | None = None) -> Result:
         """Runs ``code`` in a fresh interpreter, gone afterwards."""
         session = self.session(limits, seed=seed)
         try:
-            result = await session.run_once(code)
-            return await session.run_once(code) if session.has_lost_server else result
+            return await session.run_once(code)
         finally:
             await session.close()
 
     def walls(self) -> dict[str, Any]:
-        """What is in force. Starts the fork server; raises ``SandboxError`` if it can't."""
+        """What is in force. Starts the fork server, or asks the remote one; raises ``SandboxError`` if that fails."""
+        if self.url is not None:
+            check_remote(self.url)
+            return {"mode": "http", "url": self.url}
         server = _one_server(self).get()
         return {"mode": server.mode, **server.walls}
 
@@ -59,7 +71,7 @@ class Sandbox:
         return describe(self.walls())
 
 
-class Session:
+class LocalSession:
     """A stateful interpreter, as a notebook's: ``async with sandbox.session() as session: await session.run(code)``.
 
     Variables persist over cells, the value of a last expression is shown, an exception leaves the session alive. A cell
@@ -73,7 +85,7 @@ class Session:
         self._number = 0
         self._lock = asyncio.Lock()
 
-    async def __aenter__(self) -> "Session":
+    async def __aenter__(self) -> "LocalSession":
         await self.open()
         return self
 
@@ -101,16 +113,15 @@ class Session:
             return _null_bytes()
         async with self._lock:
             await self._open(is_lazy=True)
-            return await self._run(code, is_once=True)
+            result = await self._run(code, is_once=True)
+            if self._connection is not None and self._connection.is_lost:  # the fork server was killed: once more
+                await self._open(is_lazy=True)
+                result = await self._run(code, is_once=True)
+            return result
 
     async def close(self) -> None:
         """Ends the interpreter. May be called twice, or without ``open``."""
         self._close()
-
-    @property
-    def has_lost_server(self) -> bool:
-        """Whether the fork server was killed since the last cell began; the next cell starts another."""
-        return self._connection is not None and self._connection.is_lost
 
     async def _open(self, *, is_lazy: bool = False) -> None:
         if self._connection is not None and not self._connection.is_lost:
@@ -162,7 +173,7 @@ def _result(answer: dict[str, Any], limits: Limits, *, is_once: bool) -> Result:
         "time": f"timed out after {limits.wall_s:g} s",
         "cpu": f"timed out after {limits.cpu_s:g} s of CPU time",
         "flood": "stopped: too much output",
-        "files": f"stopped: more than {limits.file_mib} MiB of files",
+        "files": f"stopped: too many files, too deep, or more than {limits.file_mib} MiB of them",
     }.get(stopped, "")
     if not said and status < 0:
         said = f"killed by {signal.Signals(-status).name}"
@@ -271,7 +282,6 @@ class _OneServer:
                     sandbox.mode,
                     allow_unsandboxed=sandbox.allow_unsandboxed,
                     packages=sandbox.packages,
-                    prelude=sandbox.prelude,
                 )
                 atexit.register(self._server.close)
             assert self._server is not None
@@ -332,6 +342,8 @@ def _forget_closed_loops() -> None:
 def describe(walls: dict[str, Any]) -> str:
     """``Sandbox.walls`` as one line."""
     mode = walls["mode"]
+    if mode == "http":
+        return f"SandboxFusion at {walls['url']}: what protects that machine is its own matter"
     if mode == "none":
         return "NONE: model-written code can do whatever you can (sandbox.allow_unsandboxed)"
     own = ["a user of its own"] if walls["switches_user"] else []
@@ -342,11 +354,6 @@ def describe(walls: dict[str, Any]) -> str:
     else:
         inside = ["a private read-only root", "a process space", "an empty directory in memory", "no network"]
     return f"{mode}{landlock}, seccomp{threads}: each interpreter has {', '.join([*own, *inside])}"
-
-
-async def run_python(code: str, *, limits: Limits | None = None, prelude: str = "") -> Result:
-    """``Sandbox(prelude=prelude).run(code)``."""
-    return await Sandbox(prelude=prelude).run(code, limits=limits)
 
 
 def protection() -> str:

@@ -42,21 +42,40 @@ class _Output(io.TextIOWrapper):
         return count
 
 
-def clean(work_dir: str, seed: int) -> None:
-    """Leaves nothing of the server in the interpreter: signals, environment, modules, random state."""
+def forget_server() -> None:
+    """Leaves nothing of the server in the interpreter. Before the fork: every page touched after it is copied."""
     signal.signal(signal.SIGINT, _interrupt)
     os.environ.clear()
-    os.environ.update(HOME=work_dir, TMPDIR=work_dir, PATH="/usr/bin:/bin", LANG="C.UTF-8")
+    os.environ.update(HOME="/", TMPDIR="/", PATH="/usr/bin:/bin", LANG="C.UTF-8")
     for name in [name for name in sys.modules if name.partition(".")[0] == "poise"]:
         del sys.modules[name]
     sys.argv = [""]
     tempfile.tempdir = None
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
+
+
+def warm_up() -> None:
+    """Runs cells, so that what running them changes in the interpreter is changed before the fork."""
+    shown, silent = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 2)
+    for _ in range(10):
+        for cell in ("x = 1", "x + y", "def f(x):\n    return x\nprint(f(2), file=sys.stderr)\n'a' 1"):
+            execute(cell, {"sys": sys}, ONCE_NAME)
+    os.dup2(shown, 2)
+    os.close(shown)
+    os.close(silent)
+
+
+def start(work_dir: str, seed: int) -> None:
+    """Signals, files, random state and an empty ``__main__`` of this interpreter."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ["HOME"] = os.environ["TMPDIR"] = work_dir
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
     if "sympy" in sys.modules:
         sys.modules["sympy.core.random"].seed(seed)
-    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = _Output(io.FileIO(1, "w", closefd=False), encoding="utf-8", errors="replace", line_buffering=True)
     sys.stderr = open(2, "w", encoding="utf-8", errors="replace", buffering=1, closefd=False)  # noqa: SIM115
@@ -98,6 +117,8 @@ def execute(code: str, namespace: dict[str, Any], name: str) -> int:
     code = textwrap.dedent(code)
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     _State.is_interrupted = False
+    if isinstance(sys.stdout, _Output):
+        sys.stdout.is_line_open = False
     status = 0
     try:
         tree = ast.parse(code, name)

@@ -1,12 +1,14 @@
 """Interpreters as the supervisor sees them: forked by the zygote, signalled and ended by it."""
 
 import array
+import contextlib
 import json
 import os
 import random
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 from poise.sandbox import jail, workdirs
@@ -23,6 +25,7 @@ class Interpreter:
         self.limits, self.work_dir = limits, work_dir
         self.kept = Kept(limits["num_output_bytes"])
         self.is_ready = self.is_idle = False
+        self.on_end: Callable[[int], None] = lambda status: None  # called with the exit status
         self.problem = b""  # what went wrong before it was ready
         self.cell: dict[str, Any] | None = None
         self.stopped = ""  # why the cell was stopped
@@ -41,6 +44,7 @@ class Forks:
 
     def __init__(self, commands: socket.socket, walls: Walls, base: str | None) -> None:
         self.commands, self.walls, self.base = commands, walls, base
+        self._ending: dict[int, Interpreter] = {}
         self.switches_user = walls.mode != "none" and os.geteuid() == 0
         self.allows_threads = True
         if walls.mode == "landlock" and os.geteuid() == 0:
@@ -68,7 +72,9 @@ class Forks:
             "num_tasks": self._task_limit(limits["num_threads"], uid),
             "allows_threads": self.allows_threads,
         }
-        answer = self._ask(request, theirs.fileno(), output_end)
+        self._send(request, theirs.fileno(), output_end)
+        while "forked" not in (answer := json.loads(self.commands.recv(MAX_MESSAGE))):
+            self._on_end(answer)
         theirs.close()
         os.close(output_end)
         if answer["error"] is not None:
@@ -76,23 +82,44 @@ class Forks:
             os.close(output)
             raise OSError(answer["error"])
         os.set_blocking(output, False)
-        return Interpreter(answer["pid"], Wire(ours), output, limits, work_dir)
+        return Interpreter(answer["forked"], Wire(ours), output, limits, work_dir)
 
-    def end(self, interpreter: Interpreter, *, max_bytes: int) -> int:
-        """Kills it with all its threads, reads what it wrote, removes its files; its exit status."""
-        status: int = self._ask({"reap": interpreter.pid})["status"]
-        interpreter.kept.drain(interpreter.output, max_bytes)
+    def end(self, interpreter: Interpreter, on_end: Callable[[int], None] = lambda status: None) -> None:
+        """Has it killed with all its threads. ``on_end`` gets the exit status when it is gone.
+
+        That takes the kernel up to 50 ms, most of it waiting, with which nobody is held up.
+        """
+        interpreter.on_end = on_end
+        self._ending[interpreter.pid] = interpreter
+        self._send({"end": interpreter.pid})
+
+    def receive_ends(self) -> None:
+        """Takes what the zygote has said by now about interpreters that ended."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                self._on_end(json.loads(self.commands.recv(MAX_MESSAGE, socket.MSG_DONTWAIT)))
+
+    def wait_for_ends(self) -> None:
+        """Returns when all that should end are gone."""
+        while self._ending:
+            self._on_end(json.loads(self.commands.recv(MAX_MESSAGE)))
+
+    def _send(self, message: dict[str, Any], *fds: int) -> None:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        while True:
+            try:
+                self.commands.sendmsg([json.dumps(message).encode()], rights, socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:  # the zygote may be waiting as well, to say what has ended
+                self._on_end(json.loads(self.commands.recv(MAX_MESSAGE)))
+
+    def _on_end(self, message: dict[str, Any]) -> None:
+        interpreter = self._ending.pop(message["ended"])
+        interpreter.on_end(message["status"])
         interpreter.control.close()
         os.close(interpreter.output)
         if interpreter.work_dir is not None:
             workdirs.remove(interpreter.work_dir)
-        return status
-
-    def _ask(self, request: dict[str, Any], *fds: int) -> dict[str, Any]:
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        self.commands.sendmsg([json.dumps(request).encode()], rights)
-        answer: dict[str, Any] = json.loads(self.commands.recv(MAX_MESSAGE))
-        return answer
 
     def _task_limit(self, num_threads: int, uid: int | None) -> int | None:
         if self.walls.mode == "none" or not self.allows_threads:

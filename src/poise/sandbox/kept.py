@@ -16,12 +16,15 @@ class Kept:
             chunk = os.read(fd, 1 << 16)
         except BlockingIOError:
             return None
+        self.add(chunk)
+        return len(chunk)
+
+    def add(self, chunk: bytes) -> None:
         self.total += len(chunk)
         room = self.half - len(self.head)
         self.head += chunk[:room]
         self.tail += chunk[room:]
         del self.tail[: -self.half]
-        return len(chunk)
 
     def drain(self, fd: int, max_bytes: int) -> None:
         """Takes everything that is there, until ``max_bytes`` have been seen."""

@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
 
 
 class SandboxError(RuntimeError):
@@ -58,3 +60,30 @@ class Result:
         """What the policy sees: output and notice, never empty."""
         parts = [part for part in (self.output.rstrip("\n"), self.notice) if part]
         return "\n".join(parts) or "[no output]"
+
+
+class Session(Protocol):
+    """An interpreter that remembers, as a notebook's: ``async with sandbox.session() as session``.
+
+    Variables persist over cells, the value of a last expression is shown, an exception leaves the session alive.
+    """
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    async def open(self) -> None:
+        """Starts the interpreter, if it has not been. Raises ``SandboxError`` where that cannot be done."""
+
+    async def run(self, code: str) -> Result:
+        """Runs a cell. Time-outs, crashes, floods and syntax errors come back as text, never as exceptions."""
+        ...
+
+    async def run_once(self, code: str) -> Result:
+        """Runs ``code`` as a whole script, in an interpreter that is made when its turn comes and ends with it."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the interpreter. May be called twice, or without ``open``."""

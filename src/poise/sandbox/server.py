@@ -7,6 +7,7 @@ import resource
 import socket
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 from poise.sandbox import filters, jail, workdirs
@@ -21,7 +22,7 @@ PROBE_LIMITS = {"memory_mib": 64, "file_mib": 1, "num_threads": 4, "num_output_b
 def serve(control_fd: int, settings: dict[str, Any]) -> None:
     """Answers until the trainer's side closes. The first message says how the start went.
 
-    ``settings``: ``mode``, ``readable``, ``listable``, ``preload``, ``prelude``, ``paths`` (for ``sys.path``).
+    ``settings``: ``mode``, ``readable``, ``listable`` (as in ``Walls``) and ``preload`` (packages).
     """
     control = socket.socket(fileno=control_fd)
     base = None
@@ -38,7 +39,7 @@ def serve(control_fd: int, settings: dict[str, Any]) -> None:
         if not walls.is_jailed:
             base = tempfile.mkdtemp(prefix="poise-sandbox-")
         _allow_many_files()
-        forks = Forks(_start_zygote(control, walls, settings), walls, base)
+        forks = Forks(_start_zygote(control, walls, settings["preload"]), walls, base)
         _probe(forks)
         report = {
             "landlock": walls.landlock,
@@ -76,7 +77,7 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _start_zygote(control: socket.socket, walls: Walls, settings: dict[str, Any]) -> socket.socket:
+def _start_zygote(control: socket.socket, walls: Walls, preload: Sequence[str]) -> socket.socket:
     """Raises ``OSError`` where it does not start."""
     kind = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
     commands, theirs = socket.socketpair(socket.AF_UNIX, kind)
@@ -85,7 +86,7 @@ def _start_zygote(control: socket.socket, walls: Walls, settings: dict[str, Any]
         commands.close()
         if sys.platform == "linux":
             jail.die_with_parent()
-        run_zygote(theirs, walls, **{name: settings[name] for name in ("preload", "prelude", "paths")})
+        run_zygote(theirs, walls, preload=preload)
     theirs.close()
     answer = json.loads(commands.recv(MAX_MESSAGE))
     if answer["error"] is not None:
@@ -98,6 +99,7 @@ def _probe(forks: Forks) -> None:
     interpreter: Interpreter = forks.make(PROBE_LIMITS, 0)
     interpreter.control.socket.setblocking(True)
     said = interpreter.control.socket.recv(4096)
-    forks.end(interpreter, max_bytes=0)
+    forks.end(interpreter)
+    forks.wait_for_ends()
     if said != b"r":
         raise OSError(said[1:].decode(errors="replace") or "an interpreter ended at its start")

@@ -54,9 +54,9 @@ class Server:
     Raises ``SandboxError`` where it does not start.
     """
 
-    def __init__(self, mode: str, *, packages: Sequence[str], prelude: str) -> None:
+    def __init__(self, mode: str, *, packages: Sequence[str]) -> None:
         package = os.path.dirname(__file__)
-        settings = _settings(mode, packages, prelude)
+        settings = _settings(mode, packages)
         python = [os.path.realpath(sys.executable), "-S", "-s", "-c", _START, os.path.dirname(package), package]
         wrapper = _bubblewrap([*settings["readable"], package]) if mode == "bubblewrap" else []
         if mode == "namespaces":
@@ -113,28 +113,25 @@ class Server:
             workdirs.remove_all(self.walls["base"])
 
 
-def start_server(mode: str, *, allow_unsandboxed: bool, packages: Sequence[str], prelude: str) -> Server:
+def start_server(mode: str, *, allow_unsandboxed: bool, packages: Sequence[str]) -> Server:
     """The strongest protection that works here, or the one named. Raises ``SandboxError`` with all reasons."""
     reasons = []
     for candidate in MODES if mode == "auto" else [mode]:
         try:
-            return Server(candidate, packages=packages, prelude=prelude)
+            return Server(candidate, packages=packages)
         except SandboxError as error:
             reasons.append(f"{candidate}: {error}")
     if allow_unsandboxed:
-        return Server("none", packages=packages, prelude=prelude)
+        return Server("none", packages=packages)
     raise SandboxError(
         f"nothing here keeps model-written code from the rest of the machine ({'; '.join(reasons)}). Install "
         "bubblewrap, or use sandbox.url, or set sandbox.allow_unsandboxed=True if this machine holds nothing of value"
     )
 
 
-def _settings(mode: str, packages: Sequence[str], prelude: str) -> dict[str, Any]:
-    """``prelude`` is trusted and may import all that is installed; cells alone see ``packages``."""
+def _settings(mode: str, packages: Sequence[str]) -> dict[str, Any]:
+    """What ``server.serve`` needs to know."""
     roots, folders = package_roots(tuple(packages))
-    if prelude:
-        folders = tuple(path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))
-        roots = folders
     library = os.path.dirname(os.path.dirname(os.__file__))
     readable = {library, os.path.realpath(sys.executable), *_own_libraries(), *roots, *_SYSTEM_PATHS}
     return {
@@ -142,8 +139,6 @@ def _settings(mode: str, packages: Sequence[str], prelude: str) -> dict[str, Any
         "readable": _outermost(path for path in readable if os.path.exists(path)),
         "listable": folders,
         "preload": [name for name in packages if _is_installed(name)],
-        "prelude": prelude,
-        "paths": folders,
     }
 
 

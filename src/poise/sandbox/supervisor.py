@@ -59,6 +59,7 @@ class Supervisor:
 
     def run(self) -> None:
         self.watch(self.control, self.accept)
+        self.watch(self.forks.commands, self.forks.receive_ends)
         while self.is_open:
             for key, _ in self.selector.select(self._time_left()):
                 if key.fileobj in self.selector.get_map():  # an earlier event may have closed it
@@ -67,6 +68,7 @@ class Supervisor:
             self.dispatch()
         for link in list(self.links):
             self.hang_up(link)
+        self.forks.wait_for_ends()
 
     def watch(self, file: Any, callback: Callable[[], None]) -> None:
         self.selector.register(file, selectors.EVENT_READ, callback)
@@ -163,13 +165,13 @@ class Supervisor:
         if session.interpreter is not None:
             self.end(session)
 
-    def end(self, session: Session) -> int:
+    def end(self, session: Session, on_end: Callable[[int], None] = lambda status: None) -> None:
         interpreter = session.interpreter
         assert interpreter is not None
         self.unwatch(interpreter.control)
         self.unwatch(interpreter.output)
         session.interpreter = None
-        return self.forks.end(interpreter, max_bytes=FLOOD_BYTES)
+        self.forks.end(interpreter, on_end)
 
     def _leave_queues(self, session: Session) -> None:
         if session in self.running:
@@ -253,33 +255,46 @@ class Supervisor:
 
     def lose(self, session: Session, interpreter: Interpreter) -> None:
         """The interpreter ended by itself, or says what it must not."""
-        if interpreter.cell is not None:
-            self.finish(session, interpreter, None)
-        else:
+        if interpreter.cell is None:
             self.end(session)
+            return
+        wall_s = time.monotonic() - interpreter.started
+
+        def on_end(status: int) -> None:
+            interpreter.kept.drain(interpreter.output, FLOOD_BYTES)
+            self.answer_cell(session, interpreter, status, wall_s, is_lost=True)
+
+        self._leave_queues(session)
+        self.end(session, on_end)
 
     def stop(self, session: Session, interpreter: Interpreter, reason: str) -> None:
         """A limit was reached: a cell of a session may end by itself first, which keeps its variables."""
-        interpreter.stopped = reason
         assert interpreter.cell is not None
-        if interpreter.cell["is_once"]:
-            self.finish(session, interpreter, None)
-        else:
+        is_last_chance = bool(interpreter.stopped) or interpreter.cell["is_once"] or reason == "files"
+        interpreter.stopped = interpreter.stopped or reason
+        if not is_last_chance:
             os.kill(interpreter.pid, signal.SIGINT)
             interpreter.deadline = time.monotonic() + GRACE_S
-
-    def finish(self, session: Session, interpreter: Interpreter, status: int | None) -> None:
-        """Answers the cell. ``status`` None: the interpreter is ended first."""
+            return
+        interpreter.kept.drain(interpreter.output, FLOOD_BYTES)
+        self.end(session)
+        self._leave_queues(session)
         wall_s = time.monotonic() - interpreter.started
-        is_lost = status is None
-        if status is None:
-            status = self.end(session)
-        else:
-            interpreter.kept.drain(interpreter.output, FLOOD_BYTES)
-            os.kill(interpreter.pid, signal.SIGSTOP)  # until the next cell
+        self.answer_cell(session, interpreter, -signal.SIGKILL, wall_s, is_lost=True)
+
+    def finish(self, session: Session, interpreter: Interpreter, status: int) -> None:
+        """The cell has come to its end."""
+        wall_s = time.monotonic() - interpreter.started
+        interpreter.kept.drain(interpreter.output, FLOOD_BYTES)
+        os.kill(interpreter.pid, signal.SIGSTOP)  # until the next cell
+        self._leave_queues(session)
+        self.answer_cell(session, interpreter, status, wall_s, is_lost=False)
+
+    def answer_cell(
+        self, session: Session, interpreter: Interpreter, status: int, wall_s: float, *, is_lost: bool
+    ) -> None:
         kept, interpreter.kept = interpreter.kept, Kept(interpreter.limits["num_output_bytes"])
         interpreter.cell = None
-        self._leave_queues(session)
         answer = {
             "op": "done",
             "error": None,
@@ -307,10 +322,7 @@ class Supervisor:
             interpreter = session.interpreter
             assert interpreter is not None
             if now >= interpreter.deadline:
-                if interpreter.stopped:
-                    self.finish(session, interpreter, None)
-                else:
-                    self.stop(session, interpreter, "time")
+                self.stop(session, interpreter, "time")
             elif is_tick:
                 self._look_at(session, interpreter, now - self.last_tick)
         if is_tick:
@@ -327,5 +339,4 @@ class Supervisor:
         if cpu_s - interpreter.cpu_at_start > interpreter.limits["cpu_s"]:
             self.stop(session, interpreter, "cpu")
         elif interpreter.work_dir and workdirs.is_too_large(interpreter.work_dir, interpreter.limits["file_mib"]):
-            interpreter.stopped = "files"
-            self.finish(session, interpreter, None)
+            self.stop(session, interpreter, "files")

@@ -7,17 +7,18 @@ import time
 from collections.abc import Iterator
 
 MAX_ENTRIES = 4096  # files and folders of one working directory
+MAX_DEPTH = 64  # folders in folders
 _COUNT_S = 1.0  # how long a count of tasks is good
 _counted: dict[int, tuple[float, int]] = {}
 
 
 def is_too_large(folder: str, file_mib: int) -> bool:
-    """Whether more than ``file_mib`` or ``MAX_ENTRIES`` lie in it, or it is nested too deeply to be looked at."""
-    num_bytes = 0
+    """Whether more than ``file_mib`` or ``MAX_ENTRIES`` lie in it, or it is nested more than ``MAX_DEPTH`` deep."""
+    num_bytes, deepest = 0, folder.count("/") + MAX_DEPTH
     with contextlib.suppress(FileNotFoundError):  # the interpreter goes on while we look
         for count, entry in enumerate(_entries(folder)):
             num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
-            if count >= MAX_ENTRIES or num_bytes > file_mib << 20 or len(entry.path) > 3000:
+            if count >= MAX_ENTRIES or num_bytes > file_mib << 20 or entry.path.count("/") > deepest:
                 return True
     return False
 

@@ -10,10 +10,12 @@ import gc
 import json
 import os
 import resource
+import select
+import signal
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -31,8 +33,9 @@ MAX_MESSAGE = 1 << 16
 class Walls:
     """What stands around an interpreter.
 
-    ``mode``: "bubblewrap", "namespaces", "landlock" or "none". ``readable``: what may be read; ``listable``: folders of
-    which the names may be read. ``landlock``: version of the kernel's interface, 0 where it has none.
+    ``mode``: "bubblewrap", "namespaces", "landlock" or "none". ``readable``: what may be read; ``listable``: the
+    folders that packages are in, of which the names may be read. ``landlock``: version of the kernel's interface, 0
+    where it has none.
     """
 
     mode: str
@@ -46,32 +49,41 @@ class Walls:
         return self.mode in ("bubblewrap", "namespaces")
 
 
-def run_zygote(
-    commands: socket.socket, walls: Walls, *, preload: Sequence[str], prelude: str, paths: Sequence[str]
-) -> NoReturn:
+def run_zygote(commands: socket.socket, walls: Walls, *, preload: Sequence[str]) -> NoReturn:
     """Answers commands until the other side closes. The first message says how the start went."""
     try:
         sys.executable = os.path.realpath(sys.executable)
-        sys.path += paths
+        sys.path += walls.listable
         for name in [*STANDARD.split(), *preload, *(late for package in preload for late in LATE.get(package, ()))]:
             __import__(name)
-        exec(prelude, {})
         base_mib = jail.mapped_mib() if sys.platform == "linux" else 0
         own_namespace = os.pidfd_open(os.getpid()) if walls.is_jailed else -1
     except Exception as error:  # reported to the trainer's process, which raises it
         commands.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         os._exit(1)
+    interpreter.forget_server()
+    interpreter.warm_up()
     gc.collect()
     gc.disable()  # a collection would copy pages that all interpreters share
     gc.freeze()
     commands.send(json.dumps({"error": None}).encode())
+    wake, wake_end = os.pipe()  # readable when a child ends
+    os.set_blocking(wake_end, False)
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    doomed: set[int] = set()
     while True:
-        request, fds = _receive(commands)
-        is_end = "reap" in request
-        answer = _reap(request["reap"]) if is_end else _fork(request, fds, walls, base_mib, own_namespace)
-        for fd in fds:
-            os.close(fd)
-        commands.send(json.dumps(answer).encode())
+        if wake in select.select([commands, wake], [], [])[0]:
+            os.read(wake, 4096)
+        elif (request := _receive(commands))[0].keys() >= {"end"}:
+            os.kill(request[0]["end"], signal.SIGKILL)
+            doomed.add(request[0]["end"])
+        else:
+            commands.send(json.dumps(_fork(*request, walls, base_mib, own_namespace)).encode())
+        for pid, status in _ended(doomed):
+            doomed.discard(pid)
+            commands.send(json.dumps({"ended": pid, "status": status}).encode())
 
 
 def _receive(commands: socket.socket) -> tuple[dict[str, Any], Sequence[int]]:
@@ -84,11 +96,11 @@ def _receive(commands: socket.socket) -> tuple[dict[str, Any], Sequence[int]]:
     return json.loads(text), fds
 
 
-def _reap(pid: int) -> dict[str, Any]:
-    """Kills and waits: until then nobody else can get the number of this process."""
-    os.kill(pid, 9)
-    _, status = os.waitpid(pid, 0)
-    return {"error": None, "status": os.waitstatus_to_exitcode(status)}
+def _ended(doomed: Iterable[int]) -> list[tuple[int, int]]:
+    """Those that are gone, with their exit status. Only what the supervisor has given up is waited for: until then
+    nobody else can get the number of the process, so that no signal reaches another."""
+    ended = [os.waitpid(pid, os.WNOHANG) for pid in doomed]
+    return [(pid, os.waitstatus_to_exitcode(status)) for pid, status in ended if pid]
 
 
 def _fork(
@@ -97,14 +109,18 @@ def _fork(
     try:
         if walls.is_jailed:
             jail.next_child_in_new_namespace()
-        pid = os.fork()
-        if pid == 0:
-            _become_interpreter(request, fds, walls, base_mib)
-        if walls.is_jailed:
-            jail.next_child_in(own_namespace)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                _become_interpreter(request, fds, walls, base_mib)
+        finally:
+            if walls.is_jailed:
+                jail.next_child_in(own_namespace)
+            for fd in fds:
+                os.close(fd)
     except OSError as error:
-        return {"error": f"{type(error).__name__}: {error}"}
-    return {"error": None, "pid": pid}
+        return {"forked": None, "error": f"{type(error).__name__}: {error}"}
+    return {"forked": pid, "error": None}
 
 
 def _become_interpreter(request: dict[str, Any], fds: Sequence[int], walls: Walls, base_mib: int) -> NoReturn:
@@ -125,7 +141,7 @@ def _become_interpreter(request: dict[str, Any], fds: Sequence[int], walls: Wall
             if walls.landlock:
                 filters.hide_files(readable=walls.readable, listable=walls.listable, writable=[work_dir])
             filters.filter_system_calls(is_jailed=walls.is_jailed, allows_threads=request["allows_threads"])
-        interpreter.clean(work_dir, request["seed"])
+        interpreter.start(work_dir, request["seed"])
         os.write(interpreter.CONTROL, b"r")
     except BaseException as error:
         os.write(interpreter.CONTROL, f"e{type(error).__name__}: {error}".encode())

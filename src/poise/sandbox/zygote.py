@@ -74,13 +74,15 @@ def run_zygote(commands: socket.socket, walls: Walls, *, preload: Sequence[str])
     signal.signal(signal.SIGCHLD, lambda *_: None)
     doomed: set[int] = set()
     while True:
-        if wake in select.select([commands, wake], [], [])[0]:
+        if wake in select.select([commands.fileno(), wake], [], [])[0]:
             os.read(wake, 4096)
-        elif (request := _receive(commands))[0].keys() >= {"end"}:
-            os.kill(request[0]["end"], signal.SIGKILL)
-            doomed.add(request[0]["end"])
         else:
-            commands.send(json.dumps(_fork(*request, walls, base_mib, own_namespace)).encode())
+            request, fds = _receive(commands)
+            if "end" in request:
+                os.kill(request["end"], signal.SIGKILL)
+                doomed.add(request["end"])
+            else:
+                commands.send(json.dumps(_fork(request, fds, walls, base_mib, own_namespace)).encode())
         for pid, status in _ended(doomed):
             doomed.discard(pid)
             commands.send(json.dumps({"ended": pid, "status": status}).encode())

@@ -23,6 +23,7 @@ from poise.train.packing import pack
 from poise.train.trainer import Trainer
 from poise.types import Stop, Trajectory, Turn
 
+PHASES = ("rollout", "scoring", "training")
 TOOL_RESULT = 40  # tokens that an episode grows by, at least
 
 
@@ -37,6 +38,8 @@ def case(
     dtype: str = "float32",
     updates: int = 1,
     entropy: float = 0.0,
+    old: str = "none",
+    reference: str = "plain",
     **shape: int,
 ) -> tuple[GptOssConfig, Config]:
     model = GptOssConfig(
@@ -59,7 +62,13 @@ def case(
         rollout=RolloutConfig(
             max_context_tokens=context, max_action_tokens=4, num_slots=slots, max_prefill_tokens=prefill
         ),
-        algorithm=AlgorithmConfig(kl_weight=kl, updates_per_batch=updates, entropy_weight=entropy),
+        algorithm=AlgorithmConfig(
+            kl_weight=kl,
+            updates_per_batch=updates,
+            entropy_weight=entropy,
+            recompute_old_log_probs=old,  # type: ignore[arg-type]
+            reference_experts=reference,  # type: ignore[arg-type]
+        ),
         run=RunConfig(tokens_per_microbatch=micro, recompute=recompute),  # type: ignore[arg-type]
     )
     return model, config
@@ -71,9 +80,14 @@ _100M = {"hidden_size": 512, "intermediate_size": 512, "num_layers": 6, "num_exp
 CASES = {
     "tiny": case(context=384, micro=3072, slots=64, prefill=4096),
     "tiny, experts again": case(context=384, micro=3072, recompute="experts", **SMALL),
+    "tiny, around attention": case(context=384, micro=3072, recompute="around_attention", **SMALL),
     "tiny, blocks again": case(context=384, micro=3072, recompute="block", **SMALL),
+    "tiny, copy for old log-probs": case(context=256, micro=256, old="bfloat16", num_experts=64, **SMALL),
     "many slots": case(context=512, micro=1024, slots=64, prefill=2048),
     "deep, reference": case(context=512, micro=1024, num_layers=8, sliding_window=32, kl=0.1, **SMALL),
+    "deep, packed reference": case(
+        context=512, micro=1024, num_layers=8, sliding_window=32, kl=0.1, reference="mxfp4", **SMALL
+    ),
     "large vocabulary": case(context=256, micro=512, vocab_size=50_000, hidden_size=64, **SMALL),
     "many experts": case(context=256, micro=1024, num_experts=64, experts_per_token=4, **SMALL),
     "wide experts": case(context=256, micro=1024, intermediate_size=768, num_layers=4, **SMALL),
@@ -106,6 +120,12 @@ def measured_peaks(model_config: GptOssConfig, config: Config) -> dict[str, int]
         with record_function("phase:rollout"):
             asyncio.run(sample_to_the_brim(engine, model_config, config))
             gc.collect()
+        if "scoring" in make_plan(model_config, config).phases:
+            with record_function("phase:scoring"):
+                trainer.with_old_log_probs(batches)
+                if reference is not None:
+                    trainer.with_ref_log_probs(batches, reference)
+            gc.collect()
         with record_function("phase:training"):
             trainer.step(batches)
     peaks: dict[str, int] = {}
@@ -116,7 +136,7 @@ def measured_peaks(model_config: GptOssConfig, config: Config) -> dict[str, int]
         elif event.name() == "[memory]":
             total += event.nbytes()
             peaks[phase] = max(peaks.get(phase, 0), total)
-    return {name: peaks[f"phase:{name}"] for name in ("rollout", "training")}
+    return {name: peaks[f"phase:{name}"] for name in PHASES if f"phase:{name}" in peaks}
 
 
 async def sample_to_the_brim(engine: EmbeddedEngine, model_config: GptOssConfig, config: Config) -> None:
@@ -153,18 +173,21 @@ def full_batches(model_config: GptOssConfig, config: Config) -> list:
     return pack(trajectories, torch.ones(len(trajectories)), tokens_per_microbatch=rows)
 
 
+def _cell(planned: int, real: int) -> str:
+    return f"{planned / 2**20:.1f} / {real / 2**20:.1f} ({planned / real - 1:+.1%})"
+
+
 def main(names: list[str]) -> None:
-    print(f"{'':24} {'rollout':>22} {'training':>22} {'peak':>22}")
-    print(f"{'MiB':24} " + " ".join(f"{'plan':>7} {'real':>7} {'off':>6}" for _ in range(3)))
+    columns = (*PHASES, "peak")
+    print("| MiB: plan / measured |", " | ".join(columns), "|")
+    print("|---|" + "---|" * len(columns))
     for name in names or CASES:
         model_config, config = CASES[name]
         plan, real = make_plan(model_config, config), measured_peaks(model_config, config)
-        pairs = [(sum(plan.phases[phase].values()), real[phase]) for phase in ("rollout", "training")]
-        pairs.append((plan.peak, max(real.values())))
-        print(
-            f"{name:24} " + " ".join(f"{p / 2**20:7.1f} {r / 2**20:7.1f} {p / r - 1:+6.1%}" for p, r in pairs),
-            flush=True,
-        )
+        pairs = {phase: (sum(items.values()), real[phase]) for phase, items in plan.phases.items()}
+        pairs["peak"] = plan.peak, max(real.values())
+        cells = [_cell(*pairs[column]) if column in pairs else "" for column in columns]
+        print(f"| {name} |", " | ".join(cells), "|", flush=True)
 
 
 if __name__ == "__main__":

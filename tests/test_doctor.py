@@ -30,11 +30,19 @@ def test_each_kernel_runs_or_has_a_reason(report):
     assert rows["triton"].startswith("no: ")
 
 
+def test_the_kernels_of_experts_and_log_probs(report):
+    rows = report["expert kernels, cpu, float32"]
+    assert list(rows) == ["loop", "grouped", "reference", "auto"]
+    assert rows["loop"] == rows["grouped"] == rows["reference"] == "runs"
+    assert rows["auto"].startswith("takes loop; grouped is for bfloat16 on GPUs")
+    assert report["log-prob kernels, cpu, float32"]["tiles"].startswith("runs")
+
+
 def test_the_ratio_is_that_of_the_measured_times(monkeypatch):
     monkeypatch.setattr(doctor, "_matmul_seconds", {torch.float32: 0.002, torch.bfloat16: 0.3}.__getitem__)
-    assert doctor.number_types()[1].startswith("a matrix product takes 150x the time of float32's; emulated")
+    assert doctor.number_types()[1].startswith("a matrix product takes 150x the time of float32's (slower")
     monkeypatch.setattr(doctor, "_matmul_seconds", {torch.float32: 0.002, torch.bfloat16: 0.0005}.__getitem__)
-    assert doctor.number_types()[1].startswith("a matrix product takes 0.25x the time of float32's; poise computes")
+    assert doctor.number_types()[1].startswith("a matrix product takes 0.25x the time of float32's (this CPU has")
 
 
 def test_extras_name_what_is_missing(monkeypatch):
@@ -57,6 +65,14 @@ def test_a_sandbox_that_cannot_start_is_said_loudly(monkeypatch):
 def test_the_command_prints_every_section(capsys):
     assert run(["doctor"]) == 0
     printed = capsys.readouterr().out
-    for title in ("versions", "devices", "attention kernels, cpu", "number types", "sandbox", "extras"):
+    for title in (
+        "versions",
+        "devices",
+        "attention kernels, cpu",
+        "expert kernels, cpu",
+        "number types",
+        "sandbox",
+        "extras",
+    ):
         assert f"\n{title}" in printed
     assert "  auto           takes cpu" in printed

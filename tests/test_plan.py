@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from poise.cli import run
 from poise.config import AlgorithmConfig, Config, ConfigError, CriticConfig, ModelConfig, RolloutConfig, RunConfig
 from poise.model import GptOssConfig
-from poise.plan import Mesh, advice, largest_context, largest_microbatch, make_plan, require_memory
+from poise.plan import Mesh, advice, advice_with_gpus, largest_context, largest_microbatch, make_plan, require_memory
 from poise.planning import Machine, parse_bytes
 
 # One sliding layer (window 4) and one full layer.
@@ -51,7 +52,7 @@ def benchmark():
     return module
 
 
-@pytest.mark.parametrize("name", ["tiny, experts again", "tiny, blocks again", "large vocabulary"])
+@pytest.mark.parametrize("name", ["tiny, around attention", "tiny, copy for old log-probs", "large vocabulary"])
 def test_the_peak_is_what_the_allocator_hands_out(benchmark, name):
     model_config, run_config = benchmark.CASES[name]
     plan = make_plan(model_config, run_config)
@@ -78,12 +79,13 @@ def test_what_is_held_by_hand():
 
 def test_ranks_share_parameters_experts_and_tokens():
     model = GptOssConfig(num_layers=2, vocab_size=1000)
-    long = config(context=200)  # 128 episodes of 200 tokens: more than one micro-batch for each of two data ranks
+    long = config(context=400)  # 128 episodes of 400 tokens: more than one micro-batch for each of the 2 x 2 places
     alone = make_plan(model, long).phases["training"]
     split = make_plan(model, long, mesh=Mesh(data=2, sequence=2, expert=2)).phases["training"]
     for name in ("parameters", "optimizer", "gradients"):
         assert split[name] == pytest.approx(alone[name] / 8, abs=16)  # a rank's share is whole numbers
     assert split["batch"] == alone["batch"] / 2
+    assert split["engine weights"] == alone["parameters"]  # whole
     assert "gathered blocks" not in alone
     # Two blocks, in float32. A block: 16 of the 32 experts and what every rank needs. An expert: gate and up
     # 2880 x 5760 + 5760, down 2880 x 2880 + 2880. The rest: q 2880 x 4096 + 4096, k and v 2 x (2880 x 512 + 512),
@@ -91,6 +93,37 @@ def test_ranks_share_parameters_experts_and_tokens():
     expert = 2880 * 5760 + 5760 + 2880 * 2880 + 2880
     rest = 2880 * 4096 + 4096 + 2 * (2880 * 512 + 512) + 4096 * 2880 + 2880 + 64 + 2 * 2880 + 2880 * 32 + 32
     assert split["gathered blocks"] == 2 * 4 * (16 * expert + rest)
+    # A block's gradient before it is shared: as computed and as summed, both float32 here.
+    assert split["unshared gradients"] == 8 * (16 * expert + rest)
+    half = make_plan(model, config(context=400, dtype="bfloat16"), mesh=Mesh(data=2, sequence=2, expert=2))
+    assert half.phases["training"]["parameters"] == split["parameters"]  # float32 shards
+    assert half.phases["training"]["gathered blocks"] == split["gathered blocks"] / 2
+    assert half.phases["training"]["unshared gradients"] == 6 * (16 * expert + rest)
+
+
+def test_a_packed_reference_by_hand():
+    model = GptOssConfig(num_layers=2, vocab_size=1000, num_experts=4)
+    plain, packed = (
+        make_plan(model, config(kl_weight=0.1, reference_experts=how)).phases["training"]["reference"]
+        for how in ("plain", "mxfp4")
+    )
+    # 2 layers x 4 experts x 3 x 2880 x 2880 weights in 17 bytes for 32 instead of 4 bytes each.
+    weights = 2 * 4 * 3 * 2880 * 2880
+    assert plain - packed == 4 * weights - 17 * weights // 32
+    with pytest.raises(ConfigError, match="reference_experts does nothing without a positive"):
+        config(reference_experts="mxfp4")
+    with pytest.raises(ConfigError, match='"mxfp4": MXFP4 needs a hidden_size that is a multiple of 32, got 6'):
+        make_plan(MODEL, config(kl_weight=0.1, reference_experts="mxfp4"))
+    with pytest.raises(ConfigError, match='"mxfp4" works on one rank only'):
+        make_plan(model, config(kl_weight=0.1, reference_experts="mxfp4"), mesh=Mesh(data=2))
+
+
+def test_the_copy_for_old_log_probs_is_counted_where_one_is_made():
+    assert "scoring" not in make_plan(MODEL, config()).phases
+    scoring = make_plan(MODEL, config(recompute_old_log_probs="bfloat16")).phases["scoring"]
+    assert scoring["copy of the policy"] == 4 * PARAMETERS  # float32 until the last parameter is converted
+    assert "copy of the policy" not in make_plan(MODEL, config(recompute_old_log_probs="float32")).phases["scoring"]
+    assert "copy of the policy" not in make_plan(MODEL, config(updates_per_batch=2)).phases["scoring"]
 
 
 def test_a_mesh_that_cannot_be_is_refused():
@@ -144,6 +177,29 @@ def test_advice_fits():
     assert changes["run.recompute block"] == make_plan(model, config(recompute="block"))
     assert all(plan.peak <= limit for plan in changes.values())
     assert advice(model, config(), 1000) == []
+    # What no single change reaches, several do, and no more of them than that takes.
+    both = make_plan(model, config(recompute="block", dtype="bfloat16", num_slots=1)).peak
+    ((names, plan),) = advice(model, config(), both)
+    assert "model.dtype bfloat16" in names
+    assert "run.recompute block" in names
+    assert plan.peak <= both
+
+
+def test_more_gpus_with_no_more_changes_than_they_need():
+    model = GptOssConfig(num_layers=8, vocab_size=1000, num_experts=4)
+    mesh = Mesh(sequence=2)
+    four = make_plan(model, config(), mesh=replace(mesh, data=4)).peak
+    assert make_plan(model, config(), mesh=replace(mesh, data=2)).peak > four
+    assert advice_with_gpus(model, config(), four, mesh=mesh) == (
+        "", replace(mesh, data=4), make_plan(model, config(), mesh=replace(mesh, data=4)),
+    )  # fmt: skip
+    # The engine's float32 copy alone is too large for any number of ranks; its bfloat16 copy is not.
+    half = make_plan(model, config(recompute="block", dtype="bfloat16"), mesh=replace(mesh, data=64)).peak
+    names, ranks, plan = advice_with_gpus(model, config(), half, mesh=mesh)
+    assert "model.dtype bfloat16" in names
+    assert plan.peak <= half
+    assert ranks.sequence == 2
+    assert advice_with_gpus(model, config(), 1000) is None
 
 
 def test_recomputed_blocks_keep_one_stream_each():
@@ -152,6 +208,11 @@ def test_recomputed_blocks_keep_one_stream_each():
     # 8 layers x 8192 rows x (2880 channels of 4 bytes + 4 expert ids of 8 bytes).
     assert items["checkpoints"] == 8 * 8192 * (2880 * 4 + 4 * 8)
     assert "experts" not in items
+    # Around attention: its result too, 64 heads of 64 channels and an lse each, in float32.
+    around = make_plan(model, config(recompute="around_attention")).phases["training"]
+    assert around["checkpoints"] == items["checkpoints"]
+    assert "attention" not in items
+    assert around["attention"] == 8 * 8192 * (64 * 64 * 4 + 64 * 4)
 
 
 def test_the_command(capsys):
@@ -164,8 +225,21 @@ def test_the_command(capsys):
     assert "DOES NOT FIT" in out
     # 20,914,757,184 parameters (the checkpoint's own count) in float32: 77.914 GiB.
     assert "77.914" in out
+    assert "--gpus " in out
+    assert run([*big, "--hidden-size=64"]) == 2
+    assert "--model.hidden_size does nothing beside --released 20b" in capsys.readouterr().err
+    assert run([*big, "--model.path=/nowhere"]) == 2
+    assert "--released does nothing beside model.path" in capsys.readouterr().err
     assert run([*big, "--gpus=16", "--expert-degree=3"]) == 2
     assert "--gpus (16) must be a multiple" in capsys.readouterr().err
+
+
+def test_help_names_the_options_of_the_plan(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        run(["plan", "arithmetic_tiny", "--help"])
+    out = capsys.readouterr().out
+    for option in ("--gpus N", "--gpu-memory 80GB", "--context TOKENS", "--expert-degree N", "--rollout.num-slots"):
+        assert option in out
 
 
 def test_sizes_are_read_with_their_unit():

@@ -1,4 +1,4 @@
-"""What ``poise doctor`` prints: versions, devices, attention kernels, sandbox and extras of this machine."""
+"""What ``poise doctor`` prints: versions, devices, kernels, sandbox and extras of this machine."""
 
 import os
 import platform
@@ -9,6 +9,7 @@ from importlib import metadata
 
 import torch
 
+from poise.ops import experts
 from poise.ops.attention import KERNELS, chosen_kernel, unavailable_reason
 from poise.sandbox import SandboxError, protection
 
@@ -23,7 +24,9 @@ def diagnose() -> Iterator[tuple[str, list[Row]]]:
     yield "versions", versions()
     yield "devices", devices()
     for device in _devices():
-        yield f"attention kernels, {_operands(device)}", kernels(device)
+        yield f"attention kernels, {_operands(device)}, head dim {HEAD_DIM}", kernels(device)
+        yield f"expert kernels, {_operands(device)}", expert_kernels(device)
+        yield f"log-prob kernels, {_operands(device)}", [("tiles", "runs: torch's products in float32, tile by tile")]
     yield "number types on the CPU", [number_types()]
     yield "sandbox", [sandbox()]
     yield "extras", extras()
@@ -52,12 +55,25 @@ def kernels(device: torch.device) -> list[Row]:
     return [*rows, ("auto", f"takes {chosen_kernel(device, dtype, HEAD_DIM)}")]
 
 
+def expert_kernels(device: torch.device) -> list[Row]:
+    """As ``kernels``, for the routed experts."""
+    dtype = _dtype(device)
+    reasons = {kernel: experts.unavailable_reason(kernel, device, dtype) for kernel in experts.KERNELS[1:]}
+    rows = [(kernel, "runs" if reason is None else f"no: {reason}") for kernel, reason in reasons.items()]
+    chosen = experts.chosen_kernel(device, dtype)
+    why = "" if chosen == "grouped" else "; grouped is for bfloat16 on GPUs of compute capability 8.0 or higher"
+    return [*rows, ("auto", f"takes {chosen}{why}; packed weights take loop")]
+
+
 def number_types() -> Row:
     """Times one matrix product in float32 and in bfloat16, which CPUs without AVX512-bf16 or AMX emulate."""
     seconds = {dtype: _matmul_seconds(dtype) for dtype in (torch.float32, torch.bfloat16)}
     ratio = seconds[torch.bfloat16] / seconds[torch.float32]
-    advice = "emulated here, keep to float32" if ratio > 1 else "poise computes in float32 on the CPU all the same"
-    return "bfloat16", f"a matrix product takes {ratio:.3g}x the time of float32's; {advice}"
+    speed = "slower, as without instructions for it" if ratio > 1 else "this CPU has instructions for it"
+    return "bfloat16", (
+        f"a matrix product takes {ratio:.3g}x the time of float32's ({speed}); poise computes in float32 on any CPU, "
+        f"where bfloat16 parameters save memory and no time"
+    )
 
 
 def sandbox() -> Row:
@@ -91,7 +107,7 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def _operands(device: torch.device) -> str:
-    return f"{device}, {str(_dtype(device)).removeprefix('torch.')}, head dim {HEAD_DIM}"
+    return f"{device}, {str(_dtype(device)).removeprefix('torch.')}"
 
 
 def _version(package: str) -> str | None:

@@ -17,7 +17,7 @@ from poise.interrupt import Interrupt, Interrupted
 from poise.loop import Rollout, interleaved, roll_out, train
 from poise.metrics import MetricsWriter
 from poise.model import GptOss
-from poise.parallel import Mesh
+from poise.parallel import Mesh, frozen_copy
 from poise.parallel.launch import joined
 from poise.runfolder import CONFIG_FILE, create_run_folder, record_sandbox, write_config, write_trajectories
 from poise.seeding import derive_seed
@@ -211,10 +211,11 @@ class Run:
 
     def reference(self, trainer: Trainer) -> GptOss | None:
         """The policy as it was before the first step, frozen; None where no KL asks for it."""
-        reference = trainer.make_reference()
-        if reference is not None and trainer.steps_done > 0:
-            load_weights(checkpoint_folder(self.folder, 0), model=reference, mesh=self.mesh)
-        return reference
+        if trainer.steps_done == 0 or self.config.algorithm.kl_weight == 0:
+            return trainer.make_reference()
+        first = frozen_copy(self.parts.model, self.mesh)
+        load_weights(checkpoint_folder(self.folder, 0), model=first, mesh=self.mesh)
+        return trainer.make_reference(first)
 
     def rollout(self, step: int) -> Rollout:
         """The rollout of one step, under a bar that shows reward and speed."""

@@ -10,7 +10,17 @@ from poise.assembly import device_of, new_model_config
 from poise.config import Config, ConfigError
 from poise.harmony import byte_tokenizer
 from poise.model import GptOssConfig
-from poise.plan import GIB, Mesh, Plan, advice, free_bytes, largest_context, largest_microbatch, make_plan
+from poise.plan import (
+    GIB,
+    Mesh,
+    Plan,
+    advice,
+    advice_with_gpus,
+    free_bytes,
+    largest_context,
+    largest_microbatch,
+    make_plan,
+)
 
 # Shapes that need no checkpoint folder.
 RELEASED = {"20b": GptOssConfig(), "120b": GptOssConfig(num_layers=36, num_experts=128)}
@@ -47,10 +57,15 @@ def parse_bytes(text: str) -> int:
 
 
 def planned_model(config: Config, released: str | None) -> GptOssConfig:
-    """The shape to plan for: a released model's, that of ``model.path``'s config.json, or the recipe's new model."""
+    """The shape to plan for: a released model's, that of ``model.path``'s config.json, or the recipe's new model.
+
+    Raises ConfigError for an unknown one, and where ``released`` stands beside a ``model.path`` that nobody would read.
+    """
     if released is not None:
         if released not in RELEASED:
             raise ConfigError(f"--released must be {' or '.join(RELEASED)}, got {released}")
+        if config.model.path is not None:
+            raise ConfigError("--released does nothing beside model.path: the checkpoint has a shape of its own")
         return RELEASED[released]
     if config.model.path is None:
         return new_model_config(config.model, byte_tokenizer())
@@ -78,7 +93,7 @@ def _lines(model_config: GptOssConfig, config: Config, mesh: Mesh, plan: Plan, l
     )
     yield f"GiB per rank, data {mesh.data} x sequence {mesh.sequence} x expert {mesh.expert}"
     if mesh.num_ranks > 1:
-        yield "(poise runs on one device so far: more ranks are arithmetic, not measured)"
+        yield "(several ranks: float32 shards, gathered block by block; computed from shapes, not measured)"
     yield ""
     yield from table(plan)
     yield ""
@@ -89,10 +104,15 @@ def _lines(model_config: GptOssConfig, config: Config, mesh: Mesh, plan: Plan, l
     yield f"largest context, a micro-batch of one episode: {context or 'none fits'}"
     yield f"largest micro-batch at this context: {tokens or 'not even one episode fits'}"
     if plan.peak > limit:
+        yield "what would fit, each line on its own:"
         changes = advice(model_config, config, limit, mesh=mesh)
-        yield "what would fit, each on its own:" if changes else "no single change of a key fits: take more GPUs"
         for name, changed in changes:
-            yield f"  {name:36} {changed.peak / GIB:8.2f} GiB"
+            yield f"  {changed.peak / GIB:8.2f} GiB  {name}"
+        if (more := advice_with_gpus(model_config, config, limit, mesh=mesh)) is not None:
+            names, ranks, changed = more
+            yield f"  {changed.peak / GIB:8.2f} GiB  --gpus {ranks.num_ranks}{', ' if names else ''}{names}"
+        elif not changes:
+            yield "  nothing: take a smaller model"
 
 
 def table(plan: Plan) -> Iterator[str]:

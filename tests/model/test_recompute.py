@@ -1,11 +1,15 @@
 """Recomputing in the backward pass: the same gradients, fewer bytes kept, and never another route."""
 
+import gc
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from poise.model import GptOss, GptOssConfig, packed_attend
+from poise.ops.remembered import _Replaying
 
-HOW = ("none", "experts", "block")
+HOW = ("none", "experts", "around_attention", "block")
 T, D, H, K, C, E, A, F = 48, 24, 4, 2, 8, 6, 2, 20
 
 
@@ -33,10 +37,10 @@ def make_model(num_layers=3, **changes):
     return model
 
 
-def forward(model, recompute, route=None):
+def forward(model, recompute, route=None, kernel="auto"):
     input_ids = torch.randint(0, 40, (T,), generator=torch.Generator().manual_seed(3))
     position_ids = torch.cat((torch.arange(30), torch.arange(18)))
-    attend = packed_attend(torch.tensor([0, 30, 48], dtype=torch.int32))
+    attend = packed_attend(torch.tensor([0, 30, 48], dtype=torch.int32), kernel)
     return model(input_ids, position_ids, attend, route, recompute=recompute)
 
 
@@ -45,9 +49,9 @@ def loss_of(hidden):
     return (hidden * torch.linspace(-1, 1, D, dtype=hidden.dtype)).sum()
 
 
-def gradients(model, recompute):
+def gradients(model, recompute, kernel="auto"):
     model.zero_grad()
-    loss_of(forward(model, recompute)).backward()
+    loss_of(forward(model, recompute, kernel=kernel)).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -70,18 +74,23 @@ def test_hidden_states_are_the_same_and_nothing_is_kept_without_a_gradient():
 
 
 def bytes_kept(model, recompute):
-    """By the storages that the graph saves, parameters not counted."""
+    """By the storages that the graph saves and that kernels are to be handed again, parameters not counted."""
+    gc.collect()  # what other passes have left
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 
     def keep(x):
         if x.untyped_storage().data_ptr() not in parameters:
-            kept[x.untyped_storage().data_ptr()] = x
-        return x
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x.detach()  # x itself would hold the graph that is to hold it
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         hidden = forward(model, recompute)
-    return sum(x.untyped_storage().nbytes() for x in kept.values()), hidden
+    for replaying in (x for x in gc.get_objects() if type(x) is _Replaying):
+        for results in replaying._results:
+            for x in results:
+                keep(x)
+    return sum(kept.values()), hidden
 
 
 def test_fewer_bytes_are_kept():
@@ -89,12 +98,51 @@ def test_fewer_bytes_are_kept():
     per_block = {how: bytes_kept(three, how)[0] - bytes_kept(two, how)[0] for how in HOW}
     # A recomputed block keeps its input [T, D] alone. What is kept outside of every block is the same in all three.
     assert per_block["block"] == 4 * T * D
+    # "around_attention" keeps, besides, the attention's result [T, H, C] and its lse [H, T]; the third layer slides, in
+    # blocks of 32 rows, so that T is 64 there.
+    assert per_block["around_attention"] == 4 * (T * D + 64 * (H * C + H))
     # "experts" keeps in its place what attention needs, at least: the block's input, q and the attention's result
     # [T, H, C], k and v [T, K, C], and the input of the experts' half, [T, D].
     assert per_block["experts"] >= 4 * T * (2 * D + 2 * H * C + 2 * K * C)
     # Without recomputation the experts keep, besides, their own input and what follows from it.
     assert per_block["none"] >= per_block["experts"] + 4 * T * D
-    assert per_block["block"] < per_block["experts"] < per_block["none"]
+    assert per_block["block"] < per_block["around_attention"] < per_block["experts"] < per_block["none"]
+
+
+class KernelRuns(TorchDispatchMode):
+    """Counts the forward passes of torch's CPU attention kernel."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("recompute", "runs"), [("none", 1), ("experts", 1), ("around_attention", 1), ("block", 2)])
+def test_how_often_the_attention_kernel_runs(recompute, runs):
+    """Of two layers, one sliding and one full."""
+    model = make_model(2)
+    with KernelRuns() as kernel:
+        loss_of(forward(model, recompute)).backward()
+    assert kernel.count == 2 * runs
+
+
+@pytest.mark.parametrize("recompute", HOW)
+def test_backward_twice(recompute):
+    """What is kept for a recomputed pass is not used up by it."""
+    model = make_model(2)
+    loss = loss_of(forward(model, recompute))
+    once = torch.autograd.grad(loss, model.model.embed_tokens.weight, retain_graph=True)
+    again = torch.autograd.grad(loss, model.model.embed_tokens.weight)
+    assert once[0].equal(again[0])
+
+
+def test_the_reference_attention_remembers_nothing_and_gives_the_same():
+    model = make_model()
+    expected = gradients(model, "none", "reference")
+    for name, gradient in gradients(model, "around_attention", "reference").items():
+        assert gradient.equal(expected[name]), name
 
 
 @pytest.mark.parametrize("recompute", HOW[1:])

@@ -7,6 +7,7 @@ with sinks, differentiated by autograd.
 
 import inspect
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 from test_attention import assert_close, borders, operands, transformers_attention, with_grads
 
 from poise.ops.attention import sink_attention
-from poise.ops.attention_flash import Packing, _on_device, attend, interface, unavailable_reason
+from poise.ops.attention_flash import Packing, _FlashWithSinks, _on_device, attend, interface, unavailable_reason
+from poise.ops.remembered import Memory
 
 LENGTHS = (1, 63, 128, 129, 30)
 
@@ -259,6 +261,26 @@ def test_borders_that_sampling_asked_for_first_serve_training():
         on_device = _on_device((0, 3, 7), torch.device("cpu"))
     assert not on_device.is_inference()  # FlashAttention 4 saves them for its backward pass, which refuses such tensors
     assert on_device.tolist() == [0, 3, 7]
+
+
+@pytest.mark.parametrize("name", [name for name in STAND_INS if name != "4 with sinks"])
+def test_a_pass_that_is_computed_again_takes_what_the_first_returned(name):
+    """The kernel, made to fail the second time, is not asked; the gradients are those of one pass."""
+    leaves = operands(40, 4, 2, 8)
+    flash, pack = interface(*STAND_INS[name]), packing([40], 16, 8)
+    expected = torch.autograd.grad(_FlashWithSinks.apply(*leaves, flash, pack).sum(), leaves)
+    memory = Memory()
+
+    def fails(*args):
+        raise AssertionError("it must not run")
+
+    # What has sinks of its own could not be kept from running again, so it does not run at all.
+    with memory.recording:
+        attend(replace(flash, with_sinks=fails), *leaves, pack)
+    with memory.replaying:
+        again = attend(replace(flash, forward=fails, with_sinks=fails), *leaves, pack)
+    for actual, gradient in zip(torch.autograd.grad(again.sum(), leaves), expected, strict=True):
+        assert torch.equal(actual, gradient)
 
 
 def like(function):

@@ -263,7 +263,10 @@ def test_packed_weights_are_unpacked_one_expert_at_a_time():
     ("options", "words"),
     [
         ({"max_tokens_per_chunk": 0}, "max_tokens_per_chunk must be positive or None, got 0"),
-        ({"kernel": "grouped"}, "kernel 'grouped' takes float32, float16 and bfloat16, got float64"),
+        (
+            {"kernel": "grouped"},
+            "kernel 'grouped' cannot run here: it takes float32, float16 and bfloat16, got float64",
+        ),
     ],
 )
 def test_options_that_do_not_fit(options, words):

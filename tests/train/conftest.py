@@ -9,12 +9,12 @@ from poise.types import Stop, Trajectory, Turn
 VOCABULARY = 40
 
 
-def make_model(seed=0):
+def make_model(seed=0, hidden_size=24, intermediate_size=20):
     model = GptOss(
         GptOssConfig(
             vocab_size=VOCABULARY,
-            hidden_size=24,
-            intermediate_size=20,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
             num_layers=2,
             num_heads=4,
             num_kv_heads=2,

@@ -112,7 +112,7 @@ def play(make_model, make_trajectories):
         changes = {"turns": tuple(turns), "group_id": number // 3, "reward": float(generator.normal()), "stop": stop}
         groups[number // 3].append([replace(trajectory, **changes)])
 
-    def run(algorithm, optimizer, critic=None):
+    def run(algorithm, optimizer, critic=None, **sizes):
         # Everything is far from the engine here, so the bound on the mismatch is out of the way unless asked for.
         config = Config(
             rollout=ROLLOUT,
@@ -120,7 +120,7 @@ def play(make_model, make_trajectories):
             critic=CriticConfig(**critic or {}),
             optimizer=OptimizerConfig(**{"learning_rate": 0.03, "warmup_steps": 0} | optimizer),
         )
-        model = make_model()
+        model = make_model(**sizes)
         trainer = Trainer(model, config, critic=make_critic(model, config))
         rollouts = [Rollout(groups=groups, seconds=1.0)] * 2
         train(trainer, trainer.make_reference(), Engine(), rollouts, config, first_step=1, on_step=lambda *_: None)
@@ -207,6 +207,12 @@ def test_a_key_of_the_optimizer_changes_the_result(play, algorithm, key):
     assert not equal(play(algorithm, {key: OPTIMIZER[key]}), play(algorithm, {}))
 
 
+def test_the_packed_reference_changes_the_result(play):
+    sizes = {"hidden_size": 32, "intermediate_size": 32}  # what MXFP4 can hold
+    before = play({"kl_weight": 10.0}, {}, **sizes)
+    assert not equal(play({"kl_weight": 10.0, "reference_experts": "mxfp4"}, {}, **sizes), before)
+
+
 def test_the_bound_on_the_mismatch_raises(play):
     with pytest.raises(MismatchError):
         play({"max_mismatch": 1e-3}, {})
@@ -214,6 +220,7 @@ def test_the_bound_on_the_mismatch_raises(play):
 
 def test_no_key_is_forgotten():
     # `max_resamples` acts on the rollout, see test_loop.py.
-    assert {*ALGORITHM, "max_mismatch", "max_resamples"} == {f.name for f in dataclasses.fields(AlgorithmConfig)}
+    own = {"max_mismatch", "reference_experts"}  # tests of their own, above
+    assert {*ALGORITHM, *own, "max_resamples"} == {f.name for f in dataclasses.fields(AlgorithmConfig)}
     assert set(CRITIC) == {f.name for f in dataclasses.fields(CriticConfig)}
     assert set(OPTIMIZER) == {f.name for f in dataclasses.fields(OptimizerConfig)}

@@ -147,6 +147,21 @@ def _checkpoint_config(args: list[str], command: str, *, reads: Sequence[str] | 
     return config
 
 
+PLAN_HELP = """\
+Memory of the recipe's run by kind and phase, the largest context and micro-batch that fit, and what to change. Options:
+
+  --gpus N              ranks, default 1; data degree = N / (sequence degree x expert degree)
+  --gpu-memory 80GB     of each; default: what is free on this machine's device
+  --context TOKENS      rollout.max_context_tokens; run.tokens_per_microbatch is raised to hold one episode
+  --sequence-degree N   ranks that share the rows of a micro-batch, default 1; divides the query heads
+  --expert-degree N     ranks that split the experts, default 1; divides the experts
+  --released 20b|120b   the shape of a released model instead of the recipe's or that of model.path
+
+The exit code is 1 where the run does not fit.
+
+"""
+
+
 def plan(args: list[str]) -> int:
     """Exit code 1 where the run does not fit."""
     context, args = take_option(args, "--context")
@@ -161,7 +176,10 @@ def plan(args: list[str]) -> int:
         tokens = _whole_number("--context", context)
         settings = replace(default.run, tokens_per_microbatch=max(tokens, default.run.tokens_per_microbatch))
         default = replace(default, rollout=replace(default.rollout, max_context_tokens=tokens), run=settings)
-    config = parse(default, args[1:], prog=f"poise plan {args[0]}")
+    config = parse(default, args[1:], prog=f"poise plan {args[0]}", about=PLAN_HELP)
+    shape = {key for key, value in vars(config.model).items() if value != getattr(default.model, key)}
+    if released is not None and (idle := sorted(shape - {"path", "dtype", "device"})):
+        raise ConfigError(f"--model.{idle[0]} does nothing beside --released {released}, which has a shape of its own")
     from poise.planning import Machine, parse_bytes, plan_lines, planned_model
 
     machine = Machine(

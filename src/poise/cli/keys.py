@@ -27,8 +27,9 @@ def take_option(args: list[str], name: str) -> tuple[str | None, list[str]]:
     return None, args
 
 
-def parse(default: Config, args: Sequence[str], *, prog: str) -> Config:
+def parse(default: Config, args: Sequence[str], *, prog: str, about: str = "") -> Config:
     """The configuration with the command line's values. One that does not parse ends in tyro's message, exit code 2.
+    ``about``: what ``--help`` says before the keys.
 
     Raises ConfigError for a key that is unknown, ambiguous, or would do nothing.
     """
@@ -38,7 +39,7 @@ def parse(default: Config, args: Sequence[str], *, prog: str) -> Config:
         default=default,
         args=args,
         prog=prog,
-        description=KEYS_HELP,
+        description=about + KEYS_HELP,
         config=(tyro.conf.FlagConversionOff, tyro.conf.SuppressFixed),
     )
     _refuse_idle_keys(config, [arg[2:].partition("=")[0] for arg in args if arg.startswith("--")])

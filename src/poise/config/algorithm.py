@@ -34,6 +34,8 @@ class AlgorithmConfig:
     """Rounds in which groups of equal rewards are sampled anew, with other problems (dynamic sampling, DAPO)."""
     kl_weight: float = 0.0
     """Weight of the KL to the frozen reference; 0 loads no reference."""
+    reference_experts: Literal["plain", "mxfp4"] = "plain"
+    """The reference's experts: "plain", or "mxfp4": 4.25 bits a weight, exact for a policy as it was released."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL goes: into the "loss", or, as k1 summed over the episode, off its "reward"."""
     kl_estimator: Literal["k2", "k3"] = "k2"
@@ -100,7 +102,7 @@ class AlgorithmConfig:
             ),
             ("turn_discount", self.credit == "turn", 'algorithm.credit "turn"'),
             ("turn_discount", self.normalize_advantages != "gae", "a baseline of episodes; critic.gamma discounts"),
-            ("kl_in kl_estimator", self.kl_weight > 0, "a positive algorithm.kl_weight"),
+            ("kl_in kl_estimator reference_experts", self.kl_weight > 0, "a positive algorithm.kl_weight"),
             ("kl_estimator", self.kl_in == "loss", 'algorithm.kl_in "loss"'),
             ("correction_level correction_high normalize_correction", has_correction, "algorithm.correction"),
             ("correction_low", self.correction == "mask", 'algorithm.correction "mask"'),

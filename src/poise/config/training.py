@@ -71,8 +71,8 @@ class RunConfig:
     """Start of the run folder's name; a number is added, so nothing is overwritten."""
     tokens_per_microbatch: int = 8192
     """Packed tokens per forward and backward."""
-    recompute: Literal["none", "experts", "block"] = "none"
-    """What the backward pass computes again instead of keeping; "experts" keeps attention's part of a block."""
+    recompute: Literal["none", "experts", "around_attention", "block"] = "none"
+    """What the backward pass computes again: each block's "experts", all "around_attention", or the "block"."""
     save_every: int = 50
     """Steps between checkpoints; the last step is always saved."""
     eval_every: int = 0

@@ -3,6 +3,7 @@
 from poise.model.checkpoint import CheckpointError, load_model, read_config, read_parts, save_model
 from poise.model.config import GptOssConfig
 from poise.model.gpt_oss import GptOss, initial_weights, packed_attend, top_k_route
+from poise.model.packed import packed_copy, require_packable
 from poise.model.rope import RopeConfig
 
 __all__ = [
@@ -13,8 +14,10 @@ __all__ = [
     "initial_weights",
     "load_model",
     "packed_attend",
+    "packed_copy",
     "read_config",
     "read_parts",
+    "require_packable",
     "save_model",
     "top_k_route",
 ]

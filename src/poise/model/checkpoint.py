@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from poise.model.config import GptOssConfig
 from poise.model.gpt_oss import GptOss
+from poise.model.packed import empty_packed_model, pack_into, packed_stacks, put
 from poise.ops import mxfp4
 
 Format = Literal["bf16", "fp32", "mxfp4"]
+ExpertStorage = Literal["plain", "mxfp4"]
 # A folder to copy the tokenizer's files from, or a function that writes them into the folder it is given.
 Tokenizer = str | Path | Callable[[Path], object]
 
@@ -36,25 +38,41 @@ class CheckpointError(ValueError):
     """A folder that is no complete gpt-oss checkpoint. The message names the file, field or tensor."""
 
 
-def load_model(path: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> GptOss:
+def load_model(
+    path: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    *,
+    experts: ExpertStorage = "plain",
+) -> GptOss:
     """The model in a Hugging Face checkpoint folder, every parameter as ``dtype`` on ``device``.
 
-    Expert matrices may be plain or MXFP4 (``*_blocks``, ``*_scales``). Tensors are read one by one into their place, so
-    the peak is the model and one tensor (of MXFP4, one expert). Names and shapes are checked before anything is read;
-    raises CheckpointError naming each tensor that is missing, unexpected or misshaped, and each field of
-    config.json that cannot be honoured.
+    Expert matrices may be plain or MXFP4 (``*_blocks``, ``*_scales``) in the folder, and, by ``experts``, in the model:
+    with "mxfp4" they are frozen buffers that every use unpacks expert by expert, as the folder holds them, or packed
+    to the nearest values where it holds plain ones. Tensors are read one by one into their place, so the peak is the
+    model and one tensor (of MXFP4, one expert). Names and shapes are checked before anything is read; raises
+    CheckpointError naming each tensor that is missing, unexpected or misshaped, and each field of config.json that
+    cannot be honoured, and ValueError for an unknown ``experts`` or sizes that MXFP4 cannot hold.
     """
+    if experts not in ("plain", "mxfp4"):
+        raise ValueError(f"experts must be 'plain' or 'mxfp4', got {experts!r}")
     folder = Path(path)
     config = _read_config(folder)
     with torch.device("meta"):
         model = GptOss(config)
     with _Shards(folder) as shards:
         _check_tensors(model, shards, folder)
+        if experts == "mxfp4":
+            model = empty_packed_model(config)
         for name, parameter in list(model.named_parameters()):
             value = torch.empty(parameter.shape, dtype=dtype, device=device)
             _read_into(value, name, tuple(slice(0, size) for size in value.shape), shards)
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, nn.Parameter(value))
+            put(model, name, nn.Parameter(value))
+        for name, stack in list(packed_stacks(model)):
+            blocks, scales = (torch.empty_like(x, device=device) for x in (stack.blocks, stack.scales))
+            _read_packed_into(blocks, scales, name, shards)
+            for packed_name, buffer in zip(_packed_names(name), (blocks, scales), strict=True):
+                put(model, packed_name, buffer)
     return model
 
 
@@ -232,6 +250,17 @@ def _read_into(out: Tensor, name: str, slices: tuple[slice, ...], shards: _Shard
         out[place].copy_(mxfp4.unpack(block, scale, out.dtype)[:, inside].transpose(0, 1))
 
 
+def _read_packed_into(blocks: Tensor, scales: Tensor, name: str, shards: _Shards) -> None:
+    is_packed = _packed_names(name)[0] in shards.names
+    stored = [shards.slice(n) for n in (_packed_names(name) if is_packed else (name,))]
+    for expert in range(len(blocks)):
+        if is_packed:
+            blocks[expert].copy_(stored[0][expert])
+            scales[expert].copy_(stored[1][expert])
+        else:
+            pack_into(blocks[expert], scales[expert], stored[0][expert].to(blocks.device))
+
+
 def _some(items: list[str], separator: str = ", ") -> str:
     shown = separator.join(items[:5])
     return shown if len(items) <= 5 else f"{shown}{separator}and {len(items) - 5} more"
@@ -254,6 +283,11 @@ def _stored_tensors(model: GptOss, format: Format) -> Iterator[tuple[str, Tensor
                 yield packed_name, torch.stack(parts).cpu()
         else:
             yield name, value.to("cpu", dtype).contiguous()
+    for name, stack in packed_stacks(model):
+        if format == "mxfp4":
+            yield from zip(_packed_names(name), (stack.blocks.cpu(), stack.scales.cpu()), strict=True)
+        else:
+            yield name, torch.stack([stack.matrix(expert, dtype).cpu() for expert in range(len(stack.blocks))])
 
 
 def _write_shards(tensors: Iterator[tuple[str, Tensor]], max_shard_bytes: int, folder: Path) -> None:

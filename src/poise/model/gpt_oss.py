@@ -15,13 +15,15 @@ from poise.model.config import GptOssConfig
 from poise.model.rope import inverse_frequencies, rotate, rotation
 from poise.ops.attention import sink_attention
 from poise.ops.experts import routed_experts
+from poise.ops.remembered import Memory
 
 # attend(layer, q [T,H,C], k [T,K,C], v [T,K,C], sinks [H], window | None) -> [T,H,C]; q and k are rotated already.
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor, int | None], Tensor]
 # route(layer, router_logits [T,E]) -> (expert_ids [T,A], expert_weights [T,A])
 Route = Callable[[int, Tensor], tuple[Tensor, Tensor]]
-# What the backward pass computes again instead of keeping: nothing; each block's router and experts; each whole block.
-Recompute = Literal["none", "experts", "block"]
+# What the backward pass computes again instead of keeping: nothing; each block's router and experts; each block around
+# its attention, whose result is kept; each whole block.
+Recompute = Literal["none", "experts", "around_attention", "block"]
 
 
 def packed_attend(cu_seqlens: Int[Tensor, " N1"], kernel: str = "auto") -> Attend:
@@ -156,6 +158,9 @@ class Block(nn.Module):
         route = remembered_route(route)
         if recompute == "experts":
             return recomputed(self._add_mlp, self._add_attention(x, cos, signed_sin, attend), route)
+        if recompute == "around_attention":
+            memory = Memory()
+            recomputed = partial(recomputed, context_fn=lambda: (memory.recording, memory.replaying))
         return recomputed(self.forward, x, cos, signed_sin, attend, route)
 
     def _add_attention(self, x: Tensor, cos: Tensor, signed_sin: Tensor, attend: Attend) -> Tensor:
@@ -203,7 +208,8 @@ class GptOss(nn.Module):
 
         ``recompute``: what the backward pass computes again instead of keeping ("Training Deep Nets with Sublinear
         Memory Cost", arXiv 1604.06174); the experts of each token stay those of the first pass, and the gradients are
-        the same.
+        the same. "around_attention" keeps what the attention kernel returned, so that it runs once (kernel "reference",
+        which is no kernel, runs again).
         """
         if input_ids.shape != position_ids.shape or input_ids.dim() != 1:
             shapes = f"{list(input_ids.shape)} and {list(position_ids.shape)}"

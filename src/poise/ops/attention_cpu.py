@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from poise.ops.remembered import remembered
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -126,14 +128,19 @@ class _FullAttention(torch.autograd.Function):
     ) -> Tensor:
         batches = _batches(bounds)
         padded = [batches.split(batches.pad(x.contiguous())) for x in (q, k, v)]
-        outs, lses = [], []
-        for q_b, k_b, v_b in zip(*padded, strict=True):
-            out, lse = _forward_with_sinks(q_b, k_b, v_b, sinks, None, scale)
-            outs.append(out)
-            lses.append(lse)
+
+        def run() -> tuple[Tensor, ...]:
+            outs, lses = [], []
+            for q_b, k_b, v_b in zip(*padded, strict=True):
+                out, lse = _forward_with_sinks(q_b, k_b, v_b, sinks, None, scale)
+                outs.append(out)
+                lses.append(lse)
+            return batches.unpad(outs), *lses
+
         # The result, which what comes next keeps anyway, stands for its padded batches. Not as a view: autograd lets
         # nobody write into a view that a function returns, while other writes it notices.
-        result = batches.unpad(outs).detach()
+        result, *lses = remembered(run)
+        result = result.detach()
         ctx.save_for_backward(sinks, result, *padded[0], *padded[1], *padded[2], *lses)
         ctx.batches, ctx.scale = batches, scale
         return result
@@ -215,7 +222,7 @@ class _SlidingAttention(torch.autograd.Function):
         mask = _window_mask(bounds, window, block, q.dtype)
         q_b = _query_blocks(q.contiguous(), num_blocks, block)
         k_b, v_b = (_overlapping_blocks(x.contiguous(), num_blocks, block, before) for x in (k, v))
-        out, lse = _forward_with_sinks(q_b, k_b, v_b, sinks, mask, scale)
+        out, lse = remembered(lambda: _forward_with_sinks(q_b, k_b, v_b, sinks, mask, scale))
         ctx.save_for_backward(sinks, q_b, k_b, v_b, out, lse, mask)
         ctx.num_tokens, ctx.before, ctx.scale = num_tokens, before, scale
         return out.transpose(1, 2).flatten(0, 1)[:num_tokens].detach()  # as above

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from poise.ops.remembered import is_remembering, remembered
+
 MODULES = {
     2: ("flash_attn.flash_attn_interface",),
     3: ("flash_attn_interface", "flash_attn_3.flash_attn_interface"),
@@ -70,7 +72,7 @@ def flash_attention(
 
 def attend(flash: Flash, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, packing: Packing) -> Tensor:
     """Attention with sinks by the given version."""
-    if flash.with_sinks is not None and _has_sink_gradient(q):
+    if flash.with_sinks is not None and _has_sink_gradient(q) and not is_remembering():  # it would run again
         return flash.with_sinks(q, k, v, sinks, packing)
     return _FlashWithSinks.apply(q, k, v, sinks, flash, packing)
 
@@ -124,12 +126,17 @@ class _FlashWithSinks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, flash: Flash, packing: Packing) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, lse = flash.forward(q, k, v, packing)
-        if lse.shape != (q.shape[1], len(q)):
-            raise RuntimeError(f"FlashAttention returned lse {list(lse.shape)}, expected [heads, tokens]")
-        column = sinks.to(lse.dtype).unsqueeze(-1)
-        out = (out * torch.sigmoid(lse - column).t().unsqueeze(-1)).to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, out, torch.logaddexp(lse, column).contiguous())
+
+        def run() -> tuple[Tensor, Tensor]:
+            out, lse = flash.forward(q, k, v, packing)
+            if lse.shape != (q.shape[1], len(q)):
+                raise RuntimeError(f"FlashAttention returned lse {list(lse.shape)}, expected [heads, tokens]")
+            column = sinks.to(lse.dtype).unsqueeze(-1)
+            out = (out * torch.sigmoid(lse - column).t().unsqueeze(-1)).to(q.dtype)
+            return out, torch.logaddexp(lse, column).contiguous()
+
+        out, lse = remembered(run)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.flash, ctx.packing = flash, packing
         return out
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from poise.ops import attention_triton_kernels as kernels
+from poise.ops.remembered import remembered
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 128
@@ -126,15 +127,20 @@ class _Attention(torch.autograd.Function):
         q, k, v = (_with_dense_channels(x) for x in (q, k, v))
         sinks = sinks.contiguous()
         num_tokens, heads, _ = q.shape
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(heads, num_tokens, dtype=torch.float32, device=q.device)
         ctx.bounds, ctx.window, ctx.scale = bounds, window, scale
-        tile = tiles(q.dtype, q.shape[2]).forward
-        blocks = _block_table(bounds, tile.queries, True, q.device)
-        with torch.cuda.device_of(q):
-            kernels.forward_kernel[(len(blocks) * heads,)](
-                q, k, v, sinks, blocks, out, lse, *_strides(q, k, v), num_tokens, **_constants(ctx, q, k, tile)
-            )
+
+        def run() -> tuple[Tensor, Tensor]:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            lse = torch.empty(heads, num_tokens, dtype=torch.float32, device=q.device)
+            tile = tiles(q.dtype, q.shape[2]).forward
+            blocks = _block_table(bounds, tile.queries, True, q.device)
+            with torch.cuda.device_of(q):
+                kernels.forward_kernel[(len(blocks) * heads,)](
+                    q, k, v, sinks, blocks, out, lse, *_strides(q, k, v), num_tokens, **_constants(ctx, q, k, tile)
+                )
+            return out, lse
+
+        out, lse = remembered(run)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         return out
 

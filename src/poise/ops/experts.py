@@ -1,5 +1,6 @@
 """Routed experts: the matrix products of a mixture of experts, with a backward written by hand."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from poise.ops.experts_rows import (
     activation_backward,
     add_bias_gradient,
     counts_of,
-    dots_with_bias,
     products,
     rows_per_span,
     spans_of_counts,
@@ -24,9 +24,9 @@ from poise.ops.experts_rows import (
 from poise.ops.mxfp4 import Mxfp4Stack
 
 KERNELS = ("auto", "loop", "grouped", "reference")
-# Gate and up of the first rows are kept for the backward pass, up to so many elements (16 MiB in float32) or a quarter
-# of their weights, whose gradients take more memory anyway; those of further rows, and those of grouped products, are
-# computed again.
+# Gate and up of the first rows are kept for the backward pass: of a quarter of the rows, or up to so many elements
+# (16 MiB in float32) or a quarter of their weights, whose gradients take more memory anyway. Those of further rows, and
+# those of grouped products, are computed again.
 MAX_KEPT = 2**22
 
 
@@ -75,19 +75,33 @@ def routed_experts(
     return _RoutedExperts.apply(x, *weights, expert_ids, expert_weights, alpha, limit, kernel == "grouped", max_rows)
 
 
+def unavailable_reason(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why ``kernel`` cannot run such operands; None if it can."""
+    if kernel == "grouped" and dtype == torch.float64:
+        return "it takes float32, float16 and bfloat16, got float64"
+    if kernel == "grouped" and device.type not in ("cpu", "cuda"):
+        return f"torch has no grouped products on {device.type}"
+    return None
+
+
+def chosen_kernel(device: torch.device, dtype: torch.dtype) -> str:
+    """What "auto" takes for weights that are not packed and whose sizes are multiples of 8."""
+    is_made_for_it = device.type == "cuda" and dtype == torch.bfloat16
+    return "grouped" if is_made_for_it and torch.cuda.get_device_capability(device) >= (8, 0) else "loop"
+
+
 def _chosen_kernel(kernel: str, x: Tensor, gate_up: Tensor | Mxfp4Stack, down: Tensor | Mxfp4Stack) -> str:
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
     is_packed = isinstance(gate_up, Mxfp4Stack) or isinstance(down, Mxfp4Stack)
-    # Rows of grouped products start at multiples of 16 bytes.
-    is_aligned = all(size % 8 == 0 for size in (*gate_up.shape[1:], *down.shape[1:]))
-    is_grouped = x.is_cuda and x.dtype == torch.bfloat16 and is_aligned and not is_packed
     if kernel == "auto":
-        return "grouped" if is_grouped and torch.cuda.get_device_capability(x.device) >= (8, 0) else "loop"
+        # Rows of grouped products start at multiples of 16 bytes.
+        is_aligned = all(size % 8 == 0 for size in (*gate_up.shape[1:], *down.shape[1:]))
+        return chosen_kernel(x.device, x.dtype) if is_aligned and not is_packed else "loop"
     if is_packed and kernel != "loop":
         raise ValueError(f"kernel {kernel!r} takes no packed weights: choose 'loop' or unpack them")
-    if kernel == "grouped" and x.dtype == torch.float64:
-        raise ValueError("kernel 'grouped' takes float32, float16 and bfloat16, got float64: choose 'loop'")
+    if reason := unavailable_reason(kernel, x.device, x.dtype):
+        raise ValueError(f"kernel {kernel!r} cannot run here: {reason}; choose 'loop'")
     return kernel
 
 
@@ -140,10 +154,10 @@ class _RoutedExperts(torch.autograd.Function):
         spans = _spans(flat_ids, order, gate_up.shape, is_grouped, max_rows)
         token = order // num_active
         row_weights = expert_weights.reshape(-1, 1).index_select(0, order).to(_sum_dtype(x))
-        # On the CPU products of half types are about 100 times slower than those of float32.
+        # Products of half types are about 100 times slower than float32's on CPUs without instructions for them.
         dtype = x.dtype if x.is_cuda or is_grouped else _sum_dtype(x)
         is_kept = any(ctx.needs_input_grad) and max_rows is None and not is_grouped
-        room = _room_to_keep(gate_up) if is_kept else 0
+        room = room_to_keep(gate_up.shape, len(order), is_packed=isinstance(gate_up, Mxfp4Stack)) if is_kept else 0
         kept = []
         out = torch.zeros(x.shape, dtype=_sum_dtype(x), device=x.device)
         for span in spans:
@@ -156,7 +170,9 @@ class _RoutedExperts(torch.autograd.Function):
             y = products(h, down, down_bias, span)
             _scatter_add(out, tokens, y.mul_(span.of(row_weights)))
         saved = [stack if isinstance(stack, Tensor) else None for stack in (gate_up, down)]
-        ctx.save_for_backward(x, *saved, gate_up_bias, down_bias, expert_weights, order, token, row_weights, *kept)
+        ctx.save_for_backward(
+            x, *saved, gate_up_bias, down_bias, expert_ids, expert_weights, order, token, row_weights, *kept
+        )
         ctx.packed = [None if isinstance(stack, Tensor) else stack for stack in (gate_up, down)]
         ctx.spans, ctx.dtype, ctx.alpha, ctx.limit = spans, dtype, alpha, limit
         return out.to(x.dtype)
@@ -166,8 +182,8 @@ class _RoutedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Read once: recomputation gives saved tensors once.
         tensors = ctx.saved_tensors
-        x, *saved, gate_up_bias, down_bias, expert_weights, order, token, row_weights = tensors[:9]
-        kept, dtype = tensors[9:], ctx.dtype
+        x, *saved, gate_up_bias, down_bias, expert_ids, expert_weights, order, token, row_weights = tensors[:10]
+        kept, dtype = tensors[10:], ctx.dtype
         gate_up, down = (packed if plain is None else plain for packed, plain in zip(ctx.packed, saved, strict=True))
         needs_x, needs_gate_up, needs_gate_up_bias, needs_down, needs_down_bias, _, needs_weights = (
             ctx.needs_input_grad[:7]
@@ -177,7 +193,11 @@ class _RoutedExperts(torch.autograd.Function):
         grad_down = StackGradient(down) if needs_down else None
         grad_gate_up_bias = torch.zeros_like(gate_up_bias, dtype=_sum_dtype(x)) if needs_gate_up_bias else None
         grad_down_bias = torch.zeros_like(down_bias, dtype=_sum_dtype(x)) if needs_down_bias else None
-        grad_weights = torch.empty_like(row_weights) if needs_weights else None
+        grad_weights = None
+        if needs_weights:
+            # dL/dw = grad . y with y = activation D_e + d_e: here the second part, in the spans the first.
+            of_bias = torch.mm(grad.to(dtype), down_bias.to(dtype).t()).gather(1, expert_ids.long())
+            grad_weights = of_bias.to(row_weights.dtype).view(-1)
         for index, span in enumerate(ctx.spans):
             tokens, weights = span.of(token), span.of(row_weights)
             is_kept = index < len(kept)
@@ -189,9 +209,7 @@ class _RoutedExperts(torch.autograd.Function):
             )
             del h
             if grad_weights is not None:
-                # dL/dw = grad . y with y = activation D_e + d_e; the first part is in grad_row_weights.
-                grad_row_weights += dots_with_bias(grad_y, down_bias, span)
-                grad_weights.index_copy_(0, span.of(order), grad_row_weights)
+                grad_weights.index_add_(0, span.of(order), grad_row_weights.squeeze(1))
             if grad_down is not None:
                 grad_down.add(activated, grad_y, span)
             del activated
@@ -224,8 +242,11 @@ def _spans(flat_ids: Tensor, order: Tensor, shape: torch.Size, is_grouped: bool,
     return spans_of_counts(counts, max_rows or rows_per_span(channels, wide // 2))
 
 
-def _room_to_keep(gate_up: Tensor | Mxfp4Stack) -> int:
-    return max(MAX_KEPT, gate_up.numel() // 4) if isinstance(gate_up, Tensor) else MAX_KEPT
+def room_to_keep(shape: Sequence[int], num_rows: int, *, is_packed: bool) -> int:
+    """Elements of gate and up that are kept for the backward pass; ``shape`` [E, D, 2F] is that of their weights."""
+    experts, channels, wide = shape
+    of_weights = 0 if is_packed else experts * channels * wide
+    return max(MAX_KEPT, max(num_rows * wide, of_weights) // 4)
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:

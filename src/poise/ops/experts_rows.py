@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -38,6 +37,10 @@ class Span:
 
     def of(self, rows: Tensor) -> Tensor:
         return rows if len(rows) == self.stop - self.start else rows[self.start : self.stop]
+
+    def blocks(self, rows: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+        """The rows of each expert, which lie along ``dim``."""
+        return torch.split_with_sizes(rows, self.sizes, dim)  # Tensor.split does the same more slowly
 
 
 def rows_per_span(channels: int, width: int) -> int:
@@ -96,12 +99,16 @@ def counts_of(flat_ids: Tensor, num_experts: int) -> list[int]:
 # --- products ---
 
 
-def matrices_of(stack: Tensor | Mxfp4Stack, experts: tuple[int, ...], dtype: torch.dtype) -> Iterable[Tensor]:
+def matrices_of(
+    stack: Tensor | Mxfp4Stack, experts: tuple[int, ...], dtype: torch.dtype, *, is_transposed: bool = False
+) -> Iterable[Tensor]:
     """[I, O] of each expert in ``dtype``: unpacked or widened for the moment where it is stored otherwise."""
     if isinstance(stack, Mxfp4Stack):
-        return (stack.matrix(expert, dtype) for expert in experts)
-    matrices = stack.unbind()
-    chosen = [matrices[expert] for expert in experts]
+        matrices = (stack.matrix(expert, dtype) for expert in experts)
+        return (matrix.t() for matrix in matrices) if is_transposed else matrices
+    stack = stack.detach()  # views without a history are made in half the time
+    every = (stack.transpose(1, 2) if is_transposed else stack).unbind()
+    chosen = [every[expert] for expert in experts]
     return chosen if stack.dtype == dtype else (matrix.to(dtype) for matrix in chosen)
 
 
@@ -118,22 +125,16 @@ def products(
                 block += bias.index_select(0, experts)
         return out
     out = rows.new_empty(len(rows), stack.shape[1 if is_transposed else 2])
-    matrices = matrices_of(stack, span.experts, rows.dtype)
-    biases: Iterable[Tensor | None] = repeat(None) if bias is None else matrices_of(bias, span.experts, rows.dtype)
-    for block, result, matrix, b in zip(rows.split(span.sizes), out.split(span.sizes), matrices, biases, strict=False):
-        factor = matrix.t() if is_transposed else matrix
-        if b is None:
+    factors = matrices_of(stack, span.experts, rows.dtype, is_transposed=is_transposed)
+    blocks, results = span.blocks(rows), span.blocks(out)
+    if bias is None:
+        for block, result, factor in zip(blocks, results, factors, strict=True):
             torch.mm(block, factor, out=result)
-        else:
+    else:
+        biases = matrices_of(bias, span.experts, rows.dtype)
+        for block, result, factor, b in zip(blocks, results, factors, biases, strict=True):
             torch.addmm(b, block, factor, out=result)
     return out
-
-
-def dots_with_bias(rows: Tensor, bias: Tensor, span: Span) -> Tensor:
-    """Each row's inner product with its expert's bias -> [R, 1]."""
-    if span.experts_of_rows is not None:
-        return torch.mm(rows, bias.t()).gather(1, span.experts_of_rows[:, None])
-    return products(rows, bias[:, :, None], None, span)
 
 
 class StackGradient:
@@ -163,18 +164,18 @@ class StackGradient:
             self._total = grouped if self._total is None else self._total.add_(grouped)
             self._unwritten.clear()
             return
-        total, last = self._stack(), len(span.experts) - 1
-        is_same_type = total.dtype == left.dtype
-        blocks = zip(span.experts, left.split(span.sizes), right.split(span.sizes), strict=True)
+        totals, last = self._stack().unbind(), len(span.experts) - 1
+        is_same_type = totals[0].dtype == left.dtype
+        blocks = zip(span.experts, span.blocks(left.t(), dim=1), span.blocks(right), strict=True)
         for i, (expert, left_block, right_block) in enumerate(blocks):
-            target = total[expert] if is_same_type else self._partial_sum(left.dtype)
+            target = totals[expert] if is_same_type else self._partial_sum(left.dtype)
             if i == 0 and span.starts_inside:
-                target.addmm_(left_block.t(), right_block)
+                target.addmm_(left_block, right_block)
             else:
-                torch.mm(left_block.t(), right_block, out=target)
+                torch.mm(left_block, right_block, out=target)
             if not is_same_type and not (i == last and span.ends_inside):
-                total[expert].copy_(target)
-            self._unwritten.discard(expert)
+                totals[expert].copy_(target)
+        self._unwritten.difference_update(span.experts)
 
     def _partial_sum(self, dtype: torch.dtype) -> Tensor:
         if self._partial is None:
@@ -196,9 +197,13 @@ def add_bias_gradient(total: Tensor, rows: Tensor, weights: Tensor | None, span:
         selector = chosen.to(rows.dtype) if weights is None else chosen * weights.to(rows.dtype).t()
         total += selector @ rows
         return
-    factors = rows.new_ones(len(rows)) if weights is None else weights[:, 0]
-    for expert, block, factor in zip(span.experts, rows.split(span.sizes), factors.split(span.sizes), strict=True):
-        total[expert] += torch.mv(block.t(), factor.to(block.dtype))
+    factors = rows.new_ones(len(rows)) if weights is None else weights[:, 0].to(rows.dtype)
+    totals, is_same_type = total.unbind(), total.dtype == rows.dtype
+    for expert, block, factor in zip(span.experts, span.blocks(rows.t(), dim=1), span.blocks(factors), strict=True):
+        if is_same_type:
+            totals[expert].addmv_(block, factor)
+        else:
+            totals[expert].add_(torch.mv(block, factor))
 
 
 # --- elementwise ---
@@ -241,20 +246,24 @@ def activation_backward(
     zero where the clamp holds.
     """
     grad_weights = torch.empty_like(row_weights)
+    bound = torch.tensor(limit, dtype=widened(h[:0]).dtype, device="cpu")
+    # The gradient of a clamp that also passes at its bounds, as torch.clamp's does.
+    above = torch.nextafter(bound, torch.full_like(bound, torch.inf)).item()
+    clamped_grad, silu_grad = torch.ops.aten.hardtanh_backward, torch.ops.aten.silu_backward
     for rows, grads, weights, grad_rows, grad_w in row_blocks(h, grad, row_weights, grad_h, grad_weights):
         wide, g = widened(rows), widened(grads)
-        raw_gate, raw_up = wide[:, 0::2], wide[:, 1::2]
+        raw_gate, raw_up = wide[:, 0::2].contiguous(), wide[:, 1::2].contiguous()
         gate, up = raw_gate.clamp(max=limit), raw_up.clamp(-limit, limit)
-        sigmoid = torch.sigmoid(gate * alpha)
-        swish = gate.mul_(sigmoid)
+        scaled = gate * alpha
+        swish = torch.sigmoid(scaled).mul_(gate)
+        del gate
         act = torch.addcmul(swish, swish, up)
         torch.sum(g * act, dim=1, keepdim=True, out=grad_w)
         weighted = g * weights
         grads.copy_(act.mul_(weights))
-        # d swish / d gate = sigmoid + alpha gate sigmoid (1 - sigmoid) = sigmoid + alpha swish (1 - sigmoid)
-        by_gate = torch.addcmul(sigmoid, swish, 1 - sigmoid, value=alpha).mul_(up.add_(1))
-        by_gate.masked_fill_(raw_gate > limit, 0).mul_(weighted)
-        swish.masked_fill_(raw_up.abs() > limit, 0).mul_(weighted)
-        grad_rows[:, 0::2] = by_gate
-        grad_rows[:, 1::2] = swish
+        del act
+        # swish(gate) = silu(alpha gate) / alpha
+        by_gate = silu_grad(up.add_(1).mul_(weighted), scaled)
+        grad_rows[:, 0::2] = clamped_grad(by_gate, raw_gate, -torch.inf, above)
+        grad_rows[:, 1::2] = clamped_grad(swish.mul_(weighted), raw_up, -above, above)
     return grad, grad_weights

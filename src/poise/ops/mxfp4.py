@@ -4,6 +4,7 @@ OCP Microscaling Formats (MX) Specification v1.0, sections 5.3.3, 5.4.1 and 6.3.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float, UInt8
@@ -57,10 +58,17 @@ def unpack(
     Raises ValueError for tensors that are not uint8 or do not fit together.
     """
     _check(blocks, scales)
-    codes = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1).flatten(-2)
-    table = torch.tensor((*VALUES, *(-value for value in VALUES)), dtype=torch.float32, device=blocks.device)
-    values = torch.ldexp(table[codes.int()], (scales.to(torch.int32) - SCALE_BIAS).unsqueeze(-1))
-    return values.flatten(-2).to(dtype)
+    values = _values_of_bytes(blocks.device)[blocks.int()].flatten(-2)
+    return values.ldexp_((scales.to(torch.int32) - SCALE_BIAS).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+@lru_cache(maxsize=16)
+@torch.inference_mode(False)  # the first to ask may be sampling, the next one training
+def _values_of_bytes(device: torch.device) -> Tensor:
+    """float32 [256, 2]: the two values of a byte. A byte at a time, the temporaries are half as large."""
+    values = torch.tensor((*VALUES, *(-value for value in VALUES)), dtype=torch.float32, device=device)
+    codes = torch.arange(256, device=device)
+    return torch.stack((values[codes & 0x0F], values[codes >> 4]), dim=-1)
 
 
 def pack(

@@ -1,13 +1,15 @@
 """The memory of a run before it starts."""
 
-from poise.plan.fits import advice, free_bytes, largest_context, largest_microbatch, require_memory
-from poise.plan.sizes import GIB, Mesh, Plan, make_plan
+from poise.plan.fits import advice, advice_with_gpus, free_bytes, largest_context, largest_microbatch, require_memory
+from poise.plan.sizes import make_plan
+from poise.plan.tables import GIB, Mesh, Plan
 
 __all__ = [
     "GIB",
     "Mesh",
     "Plan",
     "advice",
+    "advice_with_gpus",
     "free_bytes",
     "largest_context",
     "largest_microbatch",

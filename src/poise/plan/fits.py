@@ -10,7 +10,8 @@ import torch
 
 from poise.config import Config, ConfigError
 from poise.model import GptOssConfig
-from poise.plan.sizes import GIB, Mesh, Plan, make_plan
+from poise.plan.sizes import make_plan
+from poise.plan.tables import GIB, Mesh, Plan
 
 
 def require_memory(
@@ -42,19 +43,51 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+Change = tuple[str, dict[str, dict[str, object]]]
+"""A change of the configuration as it is typed, and as sections of fields."""
+
+
 def advice(
     model_config: GptOssConfig, config: Config, limit: int, *, mesh: Mesh | None = None, trains: bool = True
 ) -> list[tuple[str, Plan]]:
-    """Single changes of the configuration under which the peak stays within ``limit`` bytes, the gentlest first."""
+    """Single changes of the configuration under which the peak stays within ``limit`` bytes, the gentlest first.
+
+    Where none is enough: all that is needed of them together, as one.
+    """
+    changes = _changes(config, trains=trains, is_alone=mesh is None or mesh.num_ranks == 1)
+    fitting: list[tuple[str, Plan]] = []
+    for name, sections in changes:
+        key = name.rsplit(" ", 1)[0]
+        if key != "run.recompute" and any(other.startswith(key) for other, _ in fitting):
+            continue  # a gentler change of the same key is enough
+        plan = make_plan(model_config, changed_config(config, sections), mesh=mesh, trains=trains)
+        if plan.peak <= limit:
+            fitting.append((name, plan))
+    if fitting:
+        return fitting
+    together: dict[str, str] = {}
+    for name, sections in changes:
+        config = changed_config(config, sections)
+        together[name.rsplit(" ", 1)[0]] = name
+        plan = make_plan(model_config, config, mesh=mesh, trains=trains)
+        if plan.peak <= limit:
+            return [(", ".join(together.values()), plan)]
+    return []
+
+
+def _changes(config: Config, *, trains: bool, is_alone: bool) -> list[Change]:
+    """The gentlest first; a later change of a key goes further."""
     rollout, run = config.rollout, config.run
-    changes: list[tuple[str, dict[str, dict[str, object]]]] = []
+    changes: list[Change] = []
     if trains:
-        smallest = rollout.max_context_tokens
         for divisor in (2, 4, 8):
-            if (tokens := run.tokens_per_microbatch // divisor) >= smallest:
+            if (tokens := run.tokens_per_microbatch // divisor) >= rollout.max_context_tokens:
                 changes.append((f"run.tokens_per_microbatch {tokens}", {"run": {"tokens_per_microbatch": tokens}}))
-        stronger = {"none": ("experts", "block"), "experts": ("block",), "block": ()}[run.recompute]
-        changes += [(f"run.recompute {how}", {"run": {"recompute": how}}) for how in stronger]
+        strength = ("none", "experts", "around_attention", "block")
+        for how in strength[strength.index(run.recompute) + 1 :]:
+            changes.append((f"run.recompute {how}", {"run": {"recompute": how}}))
+        if is_alone and config.algorithm.kl_weight > 0 and config.algorithm.reference_experts == "plain":
+            changes.append(("algorithm.reference_experts mxfp4", {"algorithm": {"reference_experts": "mxfp4"}}))
     for divisor in (2, 4, 8):
         if slots := rollout.num_slots // divisor:
             changes.append((f"rollout.num_slots {slots}", {"rollout": {"num_slots": slots}}))
@@ -64,15 +97,28 @@ def advice(
         context = rollout.max_context_tokens // divisor
         if context >= _shortest_context(config):
             changes.append((f"rollout.max_context_tokens {context}", {"rollout": {"max_context_tokens": context}}))
-    fitting: list[tuple[str, Plan]] = []
-    for name, sections in changes:
-        key = name.rsplit(" ", 1)[0]
-        if key != "run.recompute" and any(other.startswith(key) for other, _ in fitting):
-            continue  # a gentler change of the same key is enough
-        plan = make_plan(model_config, changed_config(config, sections), mesh=mesh, trains=trains)
-        if plan.peak <= limit:
-            fitting.append((name, plan))
-    return fitting
+    return changes
+
+
+def advice_with_gpus(
+    model_config: GptOssConfig, config: Config, limit: int, *, mesh: Mesh | None = None
+) -> tuple[str, Mesh, Plan] | None:
+    """The fewest changes, gentlest first, with which more ranks are enough: as they are typed, the ranks, the plan.
+
+    Ranks are added to the data degree, which doubles; None where 1024 are not enough either.
+    """
+    typed: dict[str, str] = {}
+    for name, sections in [("", {}), *_changes(config, trains=True, is_alone=False)]:
+        config = changed_config(config, sections)
+        if name:
+            typed[name.rsplit(" ", 1)[0]] = name
+        ranks = mesh or Mesh()
+        while 2 * ranks.num_ranks <= 1024:
+            ranks = replace(ranks, data=2 * ranks.data)
+            plan = make_plan(model_config, config, mesh=ranks)
+            if plan.peak <= limit:
+                return ", ".join(typed.values()), ranks, plan
+    return None
 
 
 def changed_config(config: Config, sections: Mapping[str, Mapping[str, object]]) -> Config:

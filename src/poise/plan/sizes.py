@@ -1,78 +1,53 @@
 """The memory of a run before it starts: bytes per rank, by kind and phase, from the shapes that the code makes.
 
 Everything is counted at its worst: engine slots filled to the context, micro-batches of full length, gradients that
-accumulate; bfloat16 as GPUs run it. What the interpreter and the libraries take for themselves is not counted.
+accumulate; bfloat16 as GPUs run it; tokens spread evenly over the experts of ranks that share them. What the
+interpreter and the libraries take for themselves is not counted.
 """
-
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from poise.config import Config, ConfigError
+from poise.config.errors import require
 from poise.engine.cache import MAX_SCORES
 from poise.engine.embedded import MAX_CONTINUING_TOKENS
-from poise.model import GptOss, GptOssConfig
+from poise.model import GptOss, GptOssConfig, require_packable
 from poise.ops.attention_cpu import MIN_BLOCK
-from poise.ops.experts import MAX_KEPT
+from poise.ops.experts import room_to_keep
 from poise.ops.experts_rows import MAX_BLOCK, rows_per_span
 from poise.ops.log_probs import MAX_LOGITS, TILE_ROWS
+from poise.ops.mxfp4 import BLOCK
+from poise.plan.tables import Items, Mesh, Plan
 
-GIB = 2**30
 WIDE, INDEX = 4, 8  # bytes of float32 and of int64
 PER_ROW = 240  # bytes of a micro-batch's row and of what the losses keep for it, all of them scalars
 
-Items = dict[str, int]
-"""Kind -> bytes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mesh:
-    """How many ranks share the data, the tokens of a sequence, and the experts; their product is the number of GPUs.
-
-    Every parameter, with its gradient and moments, is split over all ranks and gathered block by block; experts stay
-    split over the ranks of their degree. Tokens and engine slots are split over ``data`` times ``sequence``.
-    """
-
-    data: int = 1
-    sequence: int = 1
-    expert: int = 1
-
-    def __post_init__(self) -> None:
-        for name, degree in vars(self).items():
-            if degree < 1:
-                raise ConfigError(f"the {name} degree must be at least 1, got {degree}")
-
-    @property
-    def num_ranks(self) -> int:
-        return self.data * self.sequence * self.expert
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What one rank holds at the peak of each phase."""
-
-    phases: Mapping[str, Items]
-
-    @property
-    def peak(self) -> int:
-        return max(sum(items.values()) for items in self.phases.values())
-
-    @property
-    def peak_phase(self) -> str:
-        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
-
 
 def make_plan(model_config: GptOssConfig, config: Config, *, mesh: Mesh | None = None, trains: bool = True) -> Plan:
-    """The plan of a run. Raises ConfigError for a mesh that the model cannot be split over."""
+    """The plan of a run.
+
+    Raises ConfigError for a mesh that the model cannot be split over, and a packed reference that cannot be.
+    """
     mesh = mesh or Mesh()
     _require_divisible(model_config, mesh)
+    _require_packable(model_config, config, mesh)
     sizes = _Sizes(model_config, config, mesh)
     held = sizes.held(trains=trains)
     phases = {"rollout": held | sizes.rollout()}
     if trains:
+        if scoring := sizes.scoring():
+            phases["scoring"] = held | scoring
         phases["training"] = held | sizes.training()
     return Plan(phases=phases)
+
+
+def _require_packable(model_config: GptOssConfig, config: Config, mesh: Mesh) -> None:
+    if config.algorithm.reference_experts == "mxfp4":
+        require(mesh.num_ranks == 1, 'algorithm.reference_experts "mxfp4" works on one rank only')
+        try:
+            require_packable(model_config)
+        except ValueError as error:
+            raise ConfigError(f'algorithm.reference_experts "mxfp4": {error}') from error
 
 
 def _require_divisible(model_config: GptOssConfig, mesh: Mesh) -> None:
@@ -88,6 +63,7 @@ class _Sizes:
     def __init__(self, model_config: GptOssConfig, config: Config, mesh: Mesh) -> None:
         self.model, self.config, self.mesh = model_config, config, mesh
         self.width = 2 if config.model.dtype == "bfloat16" else 4
+        self.stored = self.width if mesh.num_ranks == 1 else WIDE  # of parameters, gradients and moments
         with torch.device("meta"):
             meta = GptOss(model_config)
         self.num_expert = sum(p.numel() for name, p in meta.named_parameters() if ".experts." in name)
@@ -100,12 +76,11 @@ class _Sizes:
         episodes = rollout.groups_per_step * rollout.group_size // config.algorithm.updates_per_batch
         demonstrations = config.warm_start.demonstrations_per_step if config.warm_start.steps else 0
         rows = context * max(episodes, demonstrations)  # of one optimizer step, at most
-        self.accumulates = rows > config.run.tokens_per_microbatch * mesh.data
+        self.accumulates = rows > config.run.tokens_per_microbatch * mesh.data * mesh.expert
         self.rows = -(-min(config.run.tokens_per_microbatch, rows) // mesh.sequence)
         # Servers have caches of their own.
         num_slots = rollout.num_slots if config.engine.kind == "embedded" else 1
         self.num_slots = -(-num_slots // mesh.num_ranks)
-        self.sequences = max(1, min(config.run.tokens_per_microbatch, rows) // context)
 
     def held(self, *, trains: bool) -> Items:
         """What lives from the first step to the last."""
@@ -115,20 +90,33 @@ class _Sizes:
             config.max_context_tokens if window is None else window for window in model.windows
         )  # rows of a slot, all layers
         routes = config.max_context_tokens * model.num_layers * model.experts_per_token * 2  # int16
-        items = {"parameters": shard * self.width}
+        items = {"parameters": shard * self.stored}
         if trains:
-            items["optimizer"] = 2 * shard * self.width
+            items["optimizer"] = 2 * shard * self.stored
             if self.config.algorithm.kl_weight > 0:
-                items["reference"] = shard * self.width
+                items["reference"] = self._reference(shard)
             if self.config.algorithm.normalize_advantages == "gae" and self.config.critic.backbone == "own":
                 # Weights and moments. Its gradients and activations live when the policy's do not, and are no larger.
-                items["critic"] = 3 * (shard - self.head // self.mesh.num_ranks) * self.width
+                items["critic"] = 3 * (shard - self.head // self.mesh.num_ranks) * self.stored
         items["engine cache"] = self.num_slots * (
             2 * cached * model.num_kv_heads * model.head_dim * self.width + routes
         )
+        if self.mesh.num_ranks > 1 and self.config.engine.kind == "embedded":
+            items["engine weights"] = (self.num_expert + self.num_dense) * self.width  # whole, on each rank
         if gathered := self._gathered():
             items["gathered blocks"] = 2 * gathered  # the one that computes and the one that is fetched ahead
         return items
+
+    def _reference(self, shard: int) -> int:
+        if self.config.algorithm.reference_experts == "plain":
+            return shard * self.stored
+        packed = 3 * self.model.num_layers * self.model.num_experts * self._matrix
+        return (shard - packed) * self.stored + packed // BLOCK * (BLOCK // 2 + 1)
+
+    @property
+    def _matrix(self) -> int:
+        """Elements of an expert's down projection; gate and up are two of them."""
+        return self.model.hidden_size * self.model.intermediate_size
 
     def _gathered(self) -> int:
         """Bytes of the largest unit of parameters that ranks put together; 0 where nothing is split."""
@@ -180,6 +168,32 @@ class _Sizes:
         copies = (4 * longest - 2 * new) * self._kv + 4 * new * self._q  # the history, and it with the new tokens
         return stream + slots * masks + int(group * (scores * by_score + copies * width))
 
+    # --- scoring ---
+
+    def scoring(self) -> Items:
+        """The forward passes before the update, which keep nothing, and the copy that one of them may need.
+
+        Empty where the training step's own pass is the only one.
+        """
+        algorithm = self.config.algorithm
+        dtype = algorithm.recompute_old_log_probs
+        if not (
+            algorithm.updates_per_batch > 1
+            or dtype != "none"
+            or algorithm.kl_weight > 0
+            or algorithm.normalize_advantages == "gae"
+            or algorithm.rejects
+            or algorithm.normalize_correction
+        ):
+            return {}
+        forward = max(self._experts_forward(self.rows), self._attention_forward(self.rows))
+        if algorithm.reference_experts == "mxfp4":
+            forward += 2 * self._matrix * (2 + WIDE + self.width)  # gate and up of one expert, unpacked
+        items = {"batch": PER_ROW * self.rows, "forward": 3 * self._stream() + max(forward, self._log_prob_tiles())}
+        if dtype not in ("none", self.config.model.dtype):
+            items["copy of the policy"] = (self.num_expert + self.num_dense) * WIDE
+        return items
+
     # --- training ---
 
     @property
@@ -202,6 +216,8 @@ class _Sizes:
         for layer in range(num_layers):
             if how == "block":
                 kept = {"checkpoints": self._stream() + self._ids()}
+            elif how == "around_attention":
+                kept = self._kept_result(layer) | {"checkpoints": self._stream() + self._ids()}
             elif how == "experts":
                 kept = self._kept_attention(layer) | {"checkpoints": self._stream() + self._ids()}
             else:
@@ -222,6 +238,10 @@ class _Sizes:
     def _ids(self) -> int:
         return self.rows * self.model.experts_per_token * INDEX
 
+    def _kept_result(self, layer: int) -> Items:
+        """What the attention kernel returned: the result and its lse."""
+        return {"attention": self.rows * (self._q * self.width + self.model.num_heads * WIDE)}
+
     def _kept_attention(self, layer: int) -> Items:
         """Input, normalized input, its scaled version; queries, keys, values, result and lse."""
         window = self.model.windows[layer]
@@ -241,10 +261,15 @@ class _Sizes:
         model = self.model
         routed, span = self._spans(self.rows)
         wide = 2 * model.intermediate_size
-        room = max(MAX_KEPT, model.num_experts * model.hidden_size * wide // 4)
+        room = room_to_keep((model.num_experts, model.hidden_size, wide), routed, is_packed=False)
         kept = routed if routed * wide <= room else min(routed, room // (span * wide) * span)
         inner = kept * wide * self.width + routed * (2 * INDEX + 2 * WIDE)
-        return {"experts": 3 * self._stream() + inner + self._ids()}
+        return {"experts": 3 * self._stream() + inner + self._ids() + self._exchanged(1)}
+
+    def _exchanged(self, copies: int) -> int:
+        """Copies of the routed rows that travel between ranks that share the experts."""
+        rows = self.rows * self.model.experts_per_token if self.mesh.expert > 1 else 0
+        return copies * rows * self.model.hidden_size * self.width
 
     def _spans(self, tokens: int) -> tuple[int, int]:
         """(routed rows, those that exist at once): a span of them in float32, all of them in grouped products."""
@@ -259,17 +284,21 @@ class _Sizes:
         routed, span = self._spans(tokens)
         channels, inner = model.hidden_size, model.intermediate_size
         elements = span * (2 * inner + max(channels, inner))
-        return tokens * channels * WIDE + routed * (3 * INDEX + 2 * WIDE) + elements * self.width
+        beside = tokens * channels * WIDE + routed * (3 * INDEX + 2 * WIDE)
+        return beside + elements * self.width + self._exchanged(3)
 
     def _experts_backward(self) -> int:
         """Gradients of the input and of one block's stacks; of a span: rows, gate and up, the activation's gradient."""
         model = self.model
         routed, span = self._spans(self.rows)
         channels, inner = model.hidden_size, model.intermediate_size
-        stacks = self.block_expert // self.mesh.expert if self.accumulates else 0
+        # Several ranks make the gradient of a whole block before they share it.
+        is_new = self.accumulates and self.mesh.num_ranks == 1
+        stacks = self.block_expert if is_new else 0
         elements = span * (channels + 2 * inner + max(channels, inner)) + stacks
         temporaries = 3 * min(span * 2 * inner, MAX_BLOCK) * WIDE
-        return self.rows * channels * WIDE + routed * 2 * WIDE + elements * self.width + temporaries
+        beside = self.rows * channels * WIDE + routed * 2 * WIDE + temporaries
+        return beside + elements * self.width + self._exchanged(3)
 
     def _attention_forward(self, tokens: int) -> int:
         return tokens * (3 * self._q + 4 * self._kv) * max(self.width, WIDE)
@@ -277,13 +306,16 @@ class _Sizes:
     def _attention_backward(self) -> int:
         return int(self.rows * (2.5 * self._q + 2 * self._kv) * max(self.width, WIDE))
 
-    def _log_probs(self) -> int:
-        """Tiles of logits, the one before still among them; in the backward the head's new gradient beside its sum."""
+    def _log_prob_tiles(self) -> int:
+        """Tiles of logits in the forward, the one before still among them."""
         vocabulary = self.model.vocab_size
         columns = max(1, min(vocabulary, MAX_LOGITS // max(1, min(self.rows, TILE_ROWS))))
-        tile = min(self.rows, max(1, MAX_LOGITS // columns)) * columns
+        return 3 * min(self.rows, max(1, MAX_LOGITS // columns)) * columns * WIDE
+
+    def _log_probs(self) -> int:
+        """In the backward the head's new gradient comes beside its sum."""
         tiles = 3 if self.config.algorithm.entropy_weight else 2
-        return max(3 * tile * WIDE, tiles * tile * WIDE + self.head * self.width)
+        return max(self._log_prob_tiles(), tiles * self._log_prob_tiles() // 3 + self.head * self.width)
 
     def _at_log_probs(self) -> Items:
         grads = self._gradients(self.model.num_layers)
@@ -299,12 +331,17 @@ class _Sizes:
         again = 0
         if how != "none":
             again += self._kept_experts()["experts"]
-        if how == "block":
+        if how in ("block", "around_attention"):
             again += self._kept_attention(layer)["attention"]
-        experts = kept.get("experts", 0) // (layer + 1) if how == "none" else self._kept_experts()["experts"]
+        if how == "around_attention":
+            again -= self._kept_result(layer)["attention"]  # is there already
+        experts = self._kept_experts()["experts"]
         backward = max(self._experts_backward(), self._attention_backward() - experts)
         if again:
             kept["recomputed block"] = again
+        if self.mesh.num_ranks > 1:  # as computed, and in float32 to be summed over the ranks
+            whole = self.block_dense + self.block_expert // self.mesh.expert
+            kept["unshared gradients"] = whole * (self.width + WIDE)
         return kept | {
             "gradients": self._gradients(layer),
             "backward of a block": 2 * self._stream() + backward,
@@ -316,4 +353,4 @@ class _Sizes:
         ranks, block = self.mesh.num_ranks, self.block_dense + self.block_expert
         done = self.head + (self.model.num_layers - layer) * block
         whole = self.num_dense + self.num_expert
-        return -(-(whole if self.accumulates else done) // ranks) * self.width
+        return -(-(whole if self.accumulates else done) // ranks) * self.stored

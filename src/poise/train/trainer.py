@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from poise.algo.correction import mismatch, rollout_correction
 from poise.algo.losses import aggregation_weights, kl, policy_loss
-from poise.config import AlgorithmConfig, Config, RunError
-from poise.model import GptOss, packed_attend, top_k_route
+from poise.config import AlgorithmConfig, Config, ConfigError, RunError
+from poise.model import GptOss, packed_attend, packed_copy, top_k_route
 from poise.model.gpt_oss import Attend, Route
 from poise.ops.log_probs import token_log_probs
 from poise.parallel import ALONE, Mesh, frozen_copy, padded_borders, rows_of_rank, ulysses, whole_rows
@@ -68,11 +68,14 @@ class Trainer:
         """Optimizer steps of this phase."""
         return steps_done(self.optimizer)
 
-    def make_reference(self) -> GptOss | None:
-        """A frozen copy of the policy as it is now; None where ``kl_weight`` is 0 and nobody would read it."""
+    def make_reference(self, first: GptOss | None = None) -> GptOss | None:
+        """The frozen reference, made of ``first``, by default of the policy as it is now; None where ``kl_weight`` is 0
+        and nobody would read it."""
         if self.config.algorithm.kl_weight == 0:
             return None
-        return frozen_copy(self.model, self.mesh)
+        if self.config.algorithm.reference_experts == "mxfp4":
+            return packed_copy(self.model if first is None else first)
+        return frozen_copy(self.model, self.mesh) if first is None else first
 
     def log_probs(
         self,
@@ -120,8 +123,9 @@ class Trainer:
         ``replay_routes`` "trainer" keeps the experts of this pass, "engine" replays those of the rollout. The
         experiment ``recompute_old_log_probs`` makes the pass in its type.
         """
-        dtype = self.config.algorithm.recompute_old_log_probs
-        model = self.model if dtype == "none" else deepcopy(self.model).to(getattr(torch, dtype))
+        name = self.config.algorithm.recompute_old_log_probs
+        dtype = self.model.lm_head.weight.dtype if name == "none" else getattr(torch, name)
+        model = self.model if dtype is self.model.lm_head.weight.dtype else deepcopy(self.model).to(dtype)
         return self._map(lambda batch: self._with_old_log_probs(batch, model), batches)
 
     def _with_old_log_probs(self, batch: Batch, model: GptOss) -> Batch:

@@ -13,10 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from poise.envs.graders import shared_pool
 from poise.envs.grading import is_right, number_in
 from poise.envs.math_grading import find_answer, grade_math
-from poise.envs.verifyif import CHECK
+from poise.envs.verifyif import grader_of
 
 CHECKERS = "lm_eval.tasks.ifeval.instructions_registry"
 Grade = Callable[[], Awaitable[object]]
@@ -64,8 +63,10 @@ def math500(folder: Path) -> list[Grade]:
 def ifeval(folder: Path) -> list[Grade]:
     rows = {row["prompt"]: row for row in read(folder / "input_data.jsonl")}
     asked = [(rows[line["prompt"]], line["response"]) for line in read(folder / "gpt4_responses.jsonl")]
+    probes = {n: k for row in rows.values() for n, k in zip(row["instruction_id_list"], row["kwargs"], strict=True)}
+    pool = grader_of(CHECKERS, probes)
     return [
-        partial(shared_pool(CHECK), CHECKERS, row["prompt"], row["instruction_id_list"], row["kwargs"], response)
+        partial(pool, CHECKERS, row["prompt"], row["instruction_id_list"], row["kwargs"], response)
         for row, response in asked
     ]
 

@@ -69,7 +69,22 @@ def test_a_server_or_child_that_was_killed_from_outside_is_replaced(pool):
 
 def test_an_import_that_fails_is_told():
     broken = GraderPool("no_such_module:f")
-    with pytest.raises(GraderError, match="no_such_module:f cannot be imported: ModuleNotFoundError"):
+    with pytest.raises(GraderError, match="no_such_module:f cannot be loaded: ModuleNotFoundError"):
+        ask(broken)
+    broken.close()
+
+
+def test_a_server_is_warm_before_it_answers():
+    # What the function loads on first use is loaded once, outside of the limits of any call.
+    cold = GraderPool("grader_functions:loads_first", cpu_s=0.3, num_workers=1)
+    with pytest.raises(GraderTimeout):
+        ask(cold)
+    cold.close()
+    warm = GraderPool("grader_functions:loads_first", warm_up="[]", cpu_s=0.3, num_workers=1)
+    assert ask(warm) == 1
+    warm.close()
+    broken = GraderPool("grader_functions:add", warm_up="[1]", num_workers=1)
+    with pytest.raises(GraderError, match="grader_functions:add cannot be loaded: TypeError"):
         ask(broken)
     broken.close()
 

@@ -1,6 +1,6 @@
 """The process behind ``GraderPool``: imports a function once and calls it in a forked child, line by line.
 
-``python -m poise.envs.grader_server MODULE:NAME CPU_S MEMORY_MIB`` reads lists of arguments and writes
+``python -m poise.envs.grader_server MODULE:NAME CPU_S MEMORY_MIB WARM_UP`` reads lists of arguments and writes
 ``{"result": ...}``, ``{"error": sentence}`` where the function raised, or ``{"stopped": sentence}`` where the child
 used up its CPU time or memory, or ended otherwise.
 """
@@ -16,15 +16,17 @@ from typing import Any, BinaryIO
 
 
 def main() -> None:
-    name, cpu_s, memory_mib = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+    name, cpu_s, memory_mib, warm_up = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no answer
     failure, function = "", None
     try:
         module, _, attribute = name.partition(":")
         function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # told to whoever asks first
-        failure = f"{name} cannot be imported: {type(error).__name__}: {error}"
+        if warm_up:
+            function(*json.loads(warm_up))
+    except Exception as error:  # told to whoever asks
+        failure, function = f"{name} cannot be loaded: {type(error).__name__}: {error}", None
     child: _Child | None = None
     for request in sys.stdin.buffer:
         if function is None:

@@ -21,7 +21,7 @@ from typing import Any
 
 _MAX_WORKERS = 8
 # Against a server that has stopped answering, far beyond any load of the machine: the child's own limit is CPU time.
-_WALL_S = 120.0
+_WALL_S = 600.0
 _VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "NLTK_DATA")
 
 
@@ -36,15 +36,23 @@ class GraderTimeout(Exception):
 class GraderPool:
     """``await pool(*arguments)`` is ``function(*arguments)``, computed elsewhere; arguments and result are JSON.
 
-    ``function``: "MODULE:NAME", imported once a server. ``cpu_s``: CPU time of one call. ``memory_mib``: address space
-    beyond what the imports took. At most ``num_workers`` calls run at once, the others wait; servers start when they
-    are first needed and end with this process, however it ends. Raises ``GraderTimeout``, ``GraderError``.
+    ``function``: "MODULE:NAME", imported once a server, which also calls it once with the arguments ``warm_up`` (a JSON
+    list) if given, so that what is loaded on first use is there. ``cpu_s``: CPU time of one call, several times what
+    any honest answer takes on a busy machine. ``memory_mib``: address space beyond what the server has. At most
+    ``num_workers`` calls run at once, the others wait; servers start when they are first needed and end with this
+    process, however it ends. Raises ``GraderTimeout``, ``GraderError``.
     """
 
     def __init__(
-        self, function: str, *, cpu_s: float = 3.0, memory_mib: int = 2048, num_workers: int | None = None
+        self,
+        function: str,
+        *,
+        warm_up: str = "",
+        cpu_s: float = 5.0,
+        memory_mib: int = 2048,
+        num_workers: int | None = None,
     ) -> None:
-        self._command = [function, str(cpu_s), str(memory_mib)]
+        self._command = [function, str(cpu_s), str(memory_mib), warm_up]
         num_workers = num_workers or max(1, min(_MAX_WORKERS, os.cpu_count() or 1))
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="grader")
         self._lock = threading.Lock()
@@ -121,8 +129,8 @@ class _Server:
 
 
 @cache
-def shared_pool(function: str) -> GraderPool:
-    """The pool of this process for ``function``."""
-    pool = GraderPool(function)
+def shared_pool(function: str, warm_up: str = "") -> GraderPool:
+    """The pool of this process for ``function`` with ``warm_up``."""
+    pool = GraderPool(function, warm_up=warm_up)
     atexit.register(pool.close)
     return pool

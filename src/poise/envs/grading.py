@@ -9,6 +9,7 @@ from poise.envs.graders import GraderTimeout, shared_pool
 
 _MAX_DIGITS = 100
 _MAX_EXPRESSION = 200  # characters
+_MAX_PART = 2000  # characters
 _RELATIVE_TOLERANCE = Fraction(1, 10**12)  # what float arithmetic in a tool leaves behind, far below any near miss
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
@@ -63,7 +64,8 @@ def number_in(text: str) -> Fraction | None:
 
 def _answer_part(text: str) -> str:
     boxed = last_boxed(text)
-    part = boxed if boxed is not None else text.rpartition("####")[2]
+    # The end is enough for a last number, and what follows is slow on long texts.
+    part = (boxed if boxed is not None else text.rpartition("####")[2])[-_MAX_PART:]
     for old, new in _REWRITES:
         part = part.replace(old, new)
     part = _BOLD.sub(r"\1", _TEXT.sub(r" \1 ", part))

@@ -1,12 +1,13 @@
 """Task ``verifyif``: follow instructions that a program can check (IFEval, https://arxiv.org/abs/2311.07911)."""
 
+import json
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 from poise.config import ConfigError, TaskConfig
 from poise.envs.env import Outcome, Row
-from poise.envs.graders import GraderTimeout, shared_pool
+from poise.envs.graders import GraderPool, GraderTimeout, shared_pool
 from poise.envs.instruction_check import CheckerError, build_checker, check, load_registry
 from poise.envs.instruction_demos import follow
 from poise.envs.instruction_prompts import MadePrompts, make_instruction
@@ -57,7 +58,7 @@ class VerifyIf(QuestionTask):
         )
         has_timed_out = False
         try:
-            result = await shared_pool(CHECK)(*arguments)
+            result = await self._pool(*arguments)
         except GraderTimeout:  # text on which a checker's regular expressions run for ever follows nothing
             result, has_timed_out = {"strict": [False] * number, "loose": [False] * number, "errors": 0}, True
         metrics = {"checker_errors": float(result["errors"]), "grader_timeouts": float(has_timed_out)}
@@ -92,7 +93,9 @@ class VerifyIf(QuestionTask):
                 raise ConfigError(f"task.instructions: {name!r} is unknown to {config.checkers}; it has {known_names}")
         self.train_rows = self._with_instructions(train, names, config.num_train_rows, "train")
         self.test_rows = self._with_instructions(test, names, config.num_test_rows, "test")
-        self._probe()
+        probes = self._probes()
+        _try_once(self._registry, probes)
+        self._pool = grader_of(config.checkers, probes)
 
     def _with_instructions(self, rows: Sequence[Row], names: Sequence[str], size: int, split: str) -> Sequence[Row]:
         """Rows that have instructions, or prompts made of those that have none."""
@@ -125,20 +128,25 @@ class VerifyIf(QuestionTask):
                 raise ConfigError(f"{where}: {error}") from error
         return {"prompt": prompt, "instructions": names, "arguments": given}
 
-    def _probe(self) -> None:
-        """Runs every kind of checker that these rows use once: missing data shows now and not in the rewards."""
+    def _probes(self) -> Mapping[str, Mapping[str, Any]]:
+        """Every kind of checker that these rows use, with arguments."""
+        probes: dict[str, Mapping[str, Any]] = {}
         if isinstance(self.train_rows, MadePrompts) or isinstance(self.test_rows, MadePrompts):
             names = self.config.instructions or tuple(sorted(self._registry.INSTRUCTION_DICT))
             probes = {name: make_instruction(self._registry, name, _PROBE, seed=0)[1] for name in names}
-        else:
-            probes = {}
         for rows in (self.train_rows, self.test_rows):
             if not isinstance(rows, MadePrompts):
                 probes |= {n: a for row in rows for n, a in zip(row["instructions"], row["arguments"], strict=True)}
-        _run_once(self._registry, probes)
+        return probes
 
 
-def _run_once(registry: ModuleType, probes: Mapping[str, Mapping[str, Any]]) -> None:
+def grader_of(checkers: str, probes: Mapping[str, Mapping[str, Any]]) -> GraderPool:
+    """The processes that run ``check``, warm: each of ``probes`` has been tried there, and its data is loaded."""
+    return shared_pool(CHECK, json.dumps([checkers, _PROBE, list(probes), list(probes.values()), _PROBE]))
+
+
+def _try_once(registry: ModuleType, probes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Missing data shows now, and not in the rewards."""
     for name, arguments in probes.items():
         try:
             build_checker(registry, name, arguments, _PROBE).check_following(_PROBE)

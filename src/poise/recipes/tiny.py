@@ -72,7 +72,7 @@ def retool_tiny() -> Config:
         ),
         algorithm=AlgorithmConfig(),
         optimizer=OptimizerConfig(learning_rate=3e-5),
-        warm_start=WarmStartConfig(steps=60, demonstrations_per_step=16, learning_rate=2e-3, warmup_steps=10),
+        warm_start=WarmStartConfig(steps=40, demonstrations_per_step=8, learning_rate=2e-3, warmup_steps=10),
         run=RunConfig(name="retool_tiny", steps=5, eval_problems=64),
     )
 

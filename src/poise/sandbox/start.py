@@ -45,6 +45,7 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # a process with threads cannot be forked safely
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",  # else each thread takes 64 MiB of the address space that is limited
 }
 
 

@@ -80,6 +80,7 @@ class RemoteEngine:
         self._wanted = 0
         self._pushed: int | None = None
         self._num_pushes = 0
+        self._newest = ""
         self._sync: WeightSync | None = None
         self._lock: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
         client.servers.marks = Marks(read=client.read_mark, restore=self._restore)
@@ -146,7 +147,7 @@ class RemoteEngine:
     async def _push(self, sync: WeightSync, version: int) -> None:
         servers = self.client.servers
         self._num_pushes += 1
-        mark = f"{self._run}-{version}-{self._num_pushes}"
+        self._newest = mark = f"{self._run}-{version}-{self._num_pushes}."  # a rehearsal's name goes on from there
         servers.valid_marks |= {mark}  # what is under way may be answered before or after
         if self._pushed is None:
             await sync.rehearse(self.model, version, mark=mark)
@@ -157,10 +158,9 @@ class RemoteEngine:
 
     async def _is_forgotten(self) -> bool:
         """Whether a server has lost the name of its weights: it was restarted during a push, which failed for that."""
-        newest = f"-{self._num_pushes}"
         for server in self.client.servers.all:
             try:
-                if not (await self.client.read_mark(server.url)).endswith(newest):
+                if not (await self.client.read_mark(server.url)).startswith(self._newest):
                     return True
             except Outage:
                 return True
@@ -169,7 +169,7 @@ class RemoteEngine:
     async def _restore(self, url: str) -> None:
         """For one server that came back."""
         async with self._one_at_a_time():
-            (mark,) = self.client.servers.valid_marks
+            mark = self._newest
             if self._sync is None or await self.client.read_mark(url) == mark:
                 return  # an update has reached it meanwhile
             if self.is_ahead:

@@ -87,7 +87,8 @@ async def verify(
     """Mean difference between the server's scores and the trainer's, nats. Raises CanaryError above ``tolerance``.
 
     ``score(token_ids)``: the server's log-probs of tokens 1 .. n-1. ``older``: weights that the server may have kept,
-    by a name to call them ("of the update before"). ``where``: the server, for the message. ``thorough``: also raises
+    by a name to call them ("of the update before"); those of another model, or that cannot be read, count for nothing,
+    and none is read where all is well. ``where``: the server, for the message. ``thorough``: also raises
     within the tolerance where older parameters explain the scores better: finds what half types would hide, and takes
     a few forward passes per layer.
     """
@@ -96,7 +97,8 @@ async def verify(
     mean, largest = float(differences.mean()), float(differences.max())
     if mean <= tolerance and not thorough:
         return mean
-    diagnosis = diagnose(model, lambda: trainer_scores(model, canary), theirs, older=older, tolerance=tolerance)
+    readable = {name: value for name, value in older.items() if _is_like(value, model)}
+    diagnosis = diagnose(model, lambda: trainer_scores(model, canary), theirs, older=readable, tolerance=tolerance)
     if mean <= tolerance and not diagnosis.groups:
         return mean
     raise CanaryError(
@@ -104,6 +106,14 @@ async def verify(
         f"where {tolerance:g} is arithmetic; {diagnosis.sentence()}",
         diagnosis,
     )
+
+
+def _is_like(older: Older, model: GptOss) -> bool:
+    """Whether these are weights of such a model that can be read here; a server elsewhere may have its own files."""
+    try:
+        return all(older(name).shape == parameter.shape for name, parameter in model.named_parameters())
+    except (OSError, KeyError):
+        return False
 
 
 def _experts_of(model: GptOss, sequence: Sequence[int]) -> set[tuple[int, int]]:

@@ -32,7 +32,7 @@ CANARY_SEED = 20250805
 class WeightSync:
     """Keeps vLLM servers at the trainer's weights, and proves after every update that they are.
 
-    ``largest_difference``: of the last canary, nats, the worst server's. Made by ``weight_sync``.
+    ``difference``: the last canary's, nats, of the server that was furthest off. Made by ``weight_sync``.
     """
 
     def __init__(
@@ -44,23 +44,23 @@ class WeightSync:
         started_with: list[Older],
     ) -> None:
         self.engine, self.route, self.kind, self.canary = engine, route, kind, canary
-        self.largest_difference = 0.0
+        self.difference = 0.0
         self._started_with = started_with
 
-    async def sync(self, model: GptOss, version: int, *, mark: str) -> None:
+    async def sync(self, model: GptOss, version: int, *, mark: str, thorough: bool = False) -> None:
         """Every server gets ``model``'s weights, under the name ``mark``; sampled tokens count as of ``version``.
 
         Requests under way are frozen meanwhile, and go on with the new weights: their keys and values are computed
         again. Where a server does not answer, waits until it is back and pushes again (``engine.retries`` times).
-        Raises SyncError where it does not take the weights, CanaryError where it took them and is another policy.
+        Raises SyncError where it does not take the weights, CanaryError where it took them and is another policy;
+        ``thorough`` as in ``verify``.
         """
         retries = self.engine.servers.retries
         for attempt in itertools.count(1):
             try:
                 await self.engine.pause()
                 await self.route.push(model)
-                if isinstance(self.engine, VllmEngine):  # SGLang forgets them as it reads the weights
-                    await forget_cached_keys(self.engine.servers)
+                await self._forget([server.url for server in self.engine.servers.all])
                 await self.engine.set_policy_version(version, mark=mark)
                 await self.engine.resume()
                 break
@@ -70,20 +70,26 @@ class WeightSync:
                 self.engine.servers.tell(f"weights of step {version}: {error}; pushing them again")
                 for server in self.engine.servers.all:
                     await self.engine.servers.wait_until_healthy(server.url)
-        await self.prove(model)
+        await self.prove(model, thorough=thorough)
 
-    async def prove(self, model: GptOss) -> None:
+    async def prove(self, model: GptOss, *, thorough: bool = False) -> None:
         """The canary, on every server. Raises CanaryError."""
-        self.largest_difference = max([await self.prove_one(model, server.url) for server in self.engine.servers.all])
+        urls = [server.url for server in self.engine.servers.all]
+        self.difference = max([await self.prove_one(model, url, thorough=thorough) for url in urls])
 
     async def give(self, model: GptOss, url: str, *, mark: str) -> None:
         """The weights pushed last, and proof, for one server that came back from a restart; they are ``model``'s."""
         await self.route.give(url)
+        await self._forget([url])
         await self.engine.write_mark(url, mark)
         await self.prove_one(model, url)
 
-    async def prove_one(self, model: GptOss, url: str) -> float:
-        """The canary's largest difference, nats, on one server. Raises CanaryError."""
+    async def _forget(self, urls: Sequence[str]) -> None:
+        if isinstance(self.engine, VllmEngine):  # SGLang forgets its cached keys as it reads the weights
+            await forget_cached_keys(self.engine.servers, urls)
+
+    async def prove_one(self, model: GptOss, url: str, *, thorough: bool = False) -> float:
+        """The canary's mean difference, nats, on one server. Raises CanaryError."""
         before = self.route.older()
         (started,) = (
             one for server, one in zip(self.engine.servers.all, self._started_with, strict=True) if server.url == url
@@ -104,9 +110,10 @@ class WeightSync:
             self.canary,
             model,
             score,
-            tolerance=TOLERANCES[self.kind.dtype],
-            older={name: value for name, value in older.items() if _is_like(value, model)},
+            tolerance=max(TOLERANCES[self.kind.dtype], TOLERANCES[model.lm_head.weight.dtype]),
+            older=older,
             where=url,
+            thorough=thorough,
         )
 
     async def rehearse(self, model: GptOss, version: int, *, mark: str) -> None:
@@ -118,7 +125,7 @@ class WeightSync:
         """
         moved = replacement(model, _moved)
         with put_back(model, [moved]):
-            await self.sync(model, version, mark=f"{mark} rehearsal")
+            await self.sync(model, version, mark=f"{mark} rehearsal", thorough=True)
         await self.sync(model, version, mark=mark)
 
 
@@ -136,14 +143,6 @@ async def weight_sync(engine: VllmEngine, model: GptOss, *, folder: Path | None,
         models = await engine.servers.ask(server.url, "GET", "/v1/models")
         started_with.append(stored_parameters(Path(str(models["data"][0].get("root")))))
     return WeightSync(engine, route, kind, canary, started_with)
-
-
-def _is_like(older: Older, model: GptOss) -> bool:
-    """Whether these are weights of such a model that can be read here; a server elsewhere may have its own files."""
-    try:
-        return all(older(name).shape == parameter.shape for name, parameter in model.named_parameters())
-    except (OSError, KeyError):
-        return False
 
 
 def _moved(name: str, value: Tensor) -> Tensor:

@@ -273,13 +273,14 @@ async def _connect(
     return _Group(urls=tuple(urls), servers=servers, store=store, group=group, device=device)
 
 
-async def forget_cached_keys(servers: Servers) -> None:
+async def forget_cached_keys(servers: Servers, urls: Sequence[str]) -> None:
     """After an update: drops the keys and values that the old weights computed, those of running requests too. A
     request that was paused reads its tokens again, so that what it samples from now on is the new policy's alone."""
     parameters = {"reset_running_requests": "true"}
-    for answer in await servers.ask_all("POST", "/reset_prefix_cache", params=parameters):
+    for url in urls:
+        answer = await servers.ask(url, "POST", "/reset_prefix_cache", params=parameters)
         if not answer["success"]:
-            raise SyncError("a server kept cached keys of the old weights: /reset_prefix_cache was refused")
+            raise SyncError(f"{url} kept cached keys of the old weights: /reset_prefix_cache was refused")
 
 
 def stored_parameters(folder: Path) -> Older:

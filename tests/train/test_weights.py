@@ -160,7 +160,7 @@ class Answers:
     async def ask(self, url, method, path, **arguments):
         self.calls.append((url, path, arguments["json"]))
         if arguments["json"]["method"] == "poise_describe":
-            return {"results": list(self.workers)}
+            return {"results": [{"quantization": None} | worker for worker in self.workers]}
         folder = Path(arguments["json"]["args"][0])
         return {"results": [{"loaded": load_file(folder / "model.safetensors")["model.norm.weight"]}]}
 
@@ -197,8 +197,9 @@ def test_each_server_reads_the_newest_checkpoint_and_two_are_kept(model, tmp_pat
     [
         (({"dtype": "float32", "device": "cpu"}, {"dtype": "bfloat16", "device": "cpu"}), "differ"),
         (({"dtype": "float16", "device": "cuda:0"},), "float16"),
+        (({"dtype": "bfloat16", "device": "cuda:0", "quantization": "mxfp4"},), "packed as mxfp4"),
     ],
-    ids=["unlike", "half"],
+    ids=["unlike", "half", "packed"],
 )
 def test_servers_that_cannot_be_served_alike_are_refused(workers, message):
     with pytest.raises(SyncError, match=message):

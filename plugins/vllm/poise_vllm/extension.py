@@ -22,6 +22,7 @@ class WorkerExtension:
             "vllm": vllm.__version__,
             "torch": str(torch.__version__),
             "device": str(self.device),
+            "quantization": self.vllm_config.model_config.quantization,
             "dtype": str(self.vllm_config.model_config.dtype).removeprefix("torch."),
         }
 

@@ -88,6 +88,12 @@ async def server_kind(servers: Servers) -> ServerKind:
                 f"{server.url} has no poise plugin ({error}): install plugins/vllm beside vLLM and start it with "
                 "VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls poise_vllm.extension.WorkerExtension"
             ) from error
+        if quantization := next(
+            (worker["quantization"] for worker in answer["results"] if worker["quantization"]), None
+        ):
+            raise SyncError(
+                f"{server.url} serves a model packed as {quantization}: start it from a bfloat16 checkpoint"
+            )
         kinds |= {(worker["dtype"], worker["device"].partition(":")[0]) for worker in answer["results"]}
     if len(kinds) > 1:
         raise SyncError(f"the servers differ in type or device: {sorted(kinds)}")

@@ -213,7 +213,7 @@ def test_folders_that_cannot_be_evaluated_are_refused(tmp_path, capsys):
         error = capsys.readouterr().err.strip()
         assert sentence in error
         assert "\n" not in error
-    assert run(["eval", str(tmp_path / "t-001"), "--clip-low=0.1"]) == 2
+    assert run(["eval", str(tmp_path / "t-001"), "--entropy-weight=0.1"]) == 2
     assert "--algorithm.* does nothing in poise eval" in capsys.readouterr().err
 
 
@@ -293,3 +293,9 @@ def test_an_interrupted_warm_start_goes_on_as_if_nothing_had_happened(tmp_path):
     assert train(tmp_path / "whole", *settings) == 0
     assert_same_weights(whole, parts)
     assert metrics_of(whole) == metrics_of(parts)
+
+
+@pytest.mark.parametrize("key", ["--clip-low=0.1", "--clip-high=0.1", "--loss=dual_clip --dual-clip=2"])
+def test_a_bound_on_ratios_that_are_all_one_is_refused(key, capsys):
+    assert run(["train", "arithmetic_tiny", *key.split()]) == 2
+    assert "does nothing with algorithm.updates_per_batch 1: every ratio is exactly 1" in capsys.readouterr().err

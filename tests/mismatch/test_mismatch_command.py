@@ -103,7 +103,7 @@ def test_a_file_of_tokens_is_replayed(folder, damaged, tmp_path, capsys):
         (["--engine=embedded", "--previous=/nowhere"], "--previous /nowhere has no config.json"),
         (["--engine=http://127.0.0.1:9", "--engine-checkpoint=x"], "--engine-checkpoint belongs to --engine embedded"),
         (["--engine=embedded", "--engine.kind=vllm", "--engine.urls=http://a:1"], "--engine.* does nothing in"),
-        (["--engine=embedded", "--clip-low=0.1"], "--algorithm.* does nothing in poise mismatch"),
+        (["--engine=embedded", "--entropy-weight=0.1"], "--algorithm.* does nothing in poise mismatch"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_in_one_sentence(folder, args, sentence, capsys):

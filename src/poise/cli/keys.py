@@ -46,12 +46,19 @@ def parse(default: Config, args: Sequence[str], *, prog: str, about: str = "") -
     return config
 
 
+_BOUNDS_OF_RATIOS = ("algorithm.clip-low", "algorithm.clip-high", "algorithm.dual-clip")
+
+
 def _refuse_idle_keys(config: Config, given: Sequence[str]) -> None:
     """A key that was typed and that nothing will read is a misunderstanding."""
     for key in given:
         section, _, name = key.partition(".")
         if section == "model" and config.model.path is not None and name not in ("path", "device", "dtype"):
             raise ConfigError(f"--{key} does nothing beside model.path: the checkpoint has a shape of its own")
+        algorithm = config.algorithm
+        has_other_ratios = algorithm.updates_per_batch > 1 or algorithm.recompute_old_log_probs != "none"
+        if key in _BOUNDS_OF_RATIOS and not has_other_ratios:
+            raise ConfigError(f"--{key} does nothing with algorithm.updates_per_batch 1: every ratio is exactly 1")
         readers = READ_BY.get(name.replace("-", "_"), ()) if section == "task" else ()
         if readers and config.task.name not in readers:
             raise ConfigError(

@@ -100,11 +100,11 @@ def test_added_specials_are_new_ids_that_start_as_their_counterparts(tmp_path):
     assert harmony.vocab_size == model.config.vocab_size == 309
     embedding, source = model.model.embed_tokens.weight, dense.model.embed_tokens.weight
     newline = tokenizer().token_to_id("Ċ")
-    for new, old in ((harmony.start, 256), (harmony.end, 257), (harmony.return_, 257), (harmony.message, newline)):
+    for new, old in ((harmony.start, 256), (harmony.end, 257), (harmony.return_, 257), (harmony.channel, newline)):
         assert new >= 300
         assert torch.equal(embedding[new], source[old])
         assert torch.equal(model.lm_head.weight[new], dense.lm_head.weight[old])
-    torch.testing.assert_close(embedding[harmony.channel], source.mean(dim=0))
+    torch.testing.assert_close(embedding[harmony.constrain], source.mean(dim=0))
     assert set(model.config.eos_token_ids) == {harmony.return_, harmony.call}
 
 

@@ -107,7 +107,9 @@ def with_harmony(
     if specials == "reserved":
         return HarmonyTokenizer(_renamed(tokenizer, config, known, missing)), []
     begin, end, newline = config["bos_token_id"], _first(config["eos_token_id"]), tokenizer.token_to_id("Ċ")
-    parts = {"<|start|>": begin, "<|message|>": newline, "<|end|>": end, "<|return|>": end, "<|call|>": end}
+    # The chat formats of such models end a role with a line break, where harmony goes on with a channel or the message.
+    parts = {"<|start|>": begin, "<|channel|>": newline, "<|message|>": newline}
+    parts |= {"<|end|>": end, "<|return|>": end, "<|call|>": end}
     # A table may have more rows than the tokenizer has names: new ids begin behind both.
     fillers = [f"<|reserved_{i}|>" for i in range(tokenizer.get_vocab_size(), num_rows)]
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in (*fillers, *missing)])

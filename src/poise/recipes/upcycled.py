@@ -21,6 +21,6 @@ def verifyif_smollm() -> Config:
         ),
         optimizer=OptimizerConfig(learning_rate=2e-5),
         # Harmony's format, from the model's own answers; what they say was its own before.
-        warm_start=WarmStartConfig(steps=30, demonstrations_per_step=8, learning_rate=5e-5, warmup_steps=5),
+        warm_start=WarmStartConfig(steps=60, demonstrations_per_step=8, learning_rate=2e-4, warmup_steps=5),
         run=RunConfig(name="verifyif_smollm", steps=25, tokens_per_microbatch=2048, save_every=5, eval_problems=96),
     )

@@ -213,7 +213,7 @@ def test_folders_that_cannot_be_evaluated_are_refused(tmp_path, capsys):
         error = capsys.readouterr().err.strip()
         assert sentence in error
         assert "\n" not in error
-    assert run(["eval", str(tmp_path / "t-001"), "--entropy-weight=0.1"]) == 2
+    assert run(["eval", str(tmp_path / "t-001"), "--max-resamples=2"]) == 2
     assert "--algorithm.* does nothing in poise eval" in capsys.readouterr().err
 
 

@@ -125,7 +125,7 @@ def test_sinks_between_two_bfloat16_numbers_attend_exactly(plugin):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"rope": RopeConfig(kind="default")}, "rope kind"),
+        ({"rope": RopeConfig(attention_factor=2.0)}, "rope attention_factor"),
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps"),
         ({"attention_bias": False}, "attention_bias"),
         ({"swiglu_limit": 6.0}, "swiglu_limit"),
@@ -136,6 +136,7 @@ def test_sinks_between_two_bfloat16_numbers_attend_exactly(plugin):
 )
 def test_a_model_that_vllm_would_compute_differently_is_refused(change, named):
     require_servable(CONFIG)
+    require_servable(replace(CONFIG, rope=RopeConfig(kind="default")))  # the plugin makes it a YaRN of factor 1
     with pytest.raises(ConfigError, match=f"its {named} is"):
         require_servable(replace(CONFIG, **change))
 

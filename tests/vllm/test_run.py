@@ -30,7 +30,7 @@ def config_of(folder, engine, **run):
     return Config(
         model=ModelConfig(
             hidden_size=64, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, num_experts=4,
-            sliding_window=16, rope="yarn", device="cpu",
+            sliding_window=16, rope="default", device="cpu",
         ),
         task=TaskConfig(num_train_rows=6, num_test_rows=2, describes_tools=False),
         rollout=RolloutConfig(

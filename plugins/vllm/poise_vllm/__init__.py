@@ -8,6 +8,7 @@ are also not packed again. The server then samples from a mixture of two policie
 - weight transfer engine ``poise`` for ``--weight-transfer-config '{"backend": "poise"}'``: updates over a process
   group, gloo between CPUs and NCCL between GPUs.
 - answers of ``/inference/v1/generate`` name the weights that sampled each token.
+- models with plain rotary embedding are served too.
 - attention on CPUs takes sinks that are not bfloat16: without this a float32 model stops vLLM 0.30.
 """
 
@@ -21,12 +22,14 @@ def register() -> None:
     """Called by vLLM in each of its processes, before the model is made. May be called more than once."""
     from vllm.platforms import current_platform
 
+    from poise_vllm.rope import serve_plain_rotation
     from poise_vllm.sinks import attend_with_exact_sinks
     from poise_vllm.versions import report_weight_versions
 
     if current_platform.is_cpu():
         attend_with_exact_sinks()
     report_weight_versions()
+    serve_plain_rotation()
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:  # a vLLM without weight transfer: the folder route is there all the same

@@ -64,7 +64,6 @@ def require_servable(config: GptOssConfig) -> None:
     """Raises ConfigError where vLLM's GPT-OSS, which has these built in, would be another model than the trainer's."""
     alternating = tuple(FULL if i % 2 else SLIDING for i in range(config.num_layers))
     built_in = {
-        "rope kind": (config.rope.kind, "yarn"),
         "rope attention_factor": (config.rope.attention_factor, None),
         "layer_types": (config.layer_types, alternating),
         "rms_norm_eps": (config.rms_norm_eps, 1e-5),

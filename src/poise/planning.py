@@ -24,6 +24,7 @@ from poise.plan import (
 
 # Shapes that need no checkpoint folder.
 RELEASED = {"20b": GptOssConfig(), "120b": GptOssConfig(num_layers=36, num_experts=128)}
+RELEASED_FOLDERS = {f"gpt-oss-{size}": size for size in RELEASED}
 UNITS = {"GB": 10**9, "GiB": GIB, "MB": 10**6, "MiB": 2**20}
 
 
@@ -70,6 +71,8 @@ def planned_model(config: Config, released: str | None) -> GptOssConfig:
     if config.model.path is None:
         return new_model_config(config.model, byte_tokenizer())
     path = Path(config.model.path) / "config.json"
+    if not path.is_file() and Path(config.model.path).name in RELEASED_FOLDERS:
+        return RELEASED[RELEASED_FOLDERS[Path(config.model.path).name]]  # a recipe's, planned before it is downloaded
     if not path.is_file():
         raise ConfigError(f"model.path {config.model.path} has no config.json: not a checkpoint folder")
     try:

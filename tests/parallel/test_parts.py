@@ -12,6 +12,7 @@ from poise.parallel import (
     ShardedExperts,
     clip_gradient,
     empty_model,
+    export_model,
     frozen_copy,
     full_tensors,
     held_part,
@@ -121,6 +122,8 @@ def weights_on_ranks(degrees, plain, packed, changes):
     found["init"] = dict(full_tensors(model, mesh, torch.float32))
     load_parts(model, plain, mesh)
     found["plain"] = dict(full_tensors(model, mesh, torch.float32))
+    for format in ("fp32", "mxfp4"):
+        export_model(model, plain.parent / f"exported_{format}", mesh, format)
     found["copy"] = dict(full_tensors(frozen_copy(model, mesh), mesh, torch.bfloat16))
     found["copy"] = {name: value.float() for name, value in found["copy"].items()}
     load_parts(model, packed, mesh)
@@ -163,6 +166,10 @@ def test_each_rank_fills_its_part(tmp_path, degrees, num_ranks, num_experts):
         assert found["norm"] == pytest.approx(num_parameters**0.5, rel=1e-6)
         for values in found["clipped"]:
             assert values == pytest.approx([0.5 / num_parameters**0.5] * len(values))
+    for exported, original in (("exported_fp32", "plain"), ("exported_mxfp4", "packed")):
+        ours, theirs = load_model(tmp_path / exported), load_model(tmp_path / original)
+        for (name, value), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(value, other), f"{exported}: {name}"
     held = [found["held"] for found in results]
     assert sum(held) == num_parameters, "each number lives on one rank"
     assert max(held) < 1.5 * num_parameters / num_ranks

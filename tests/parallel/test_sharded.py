@@ -7,6 +7,7 @@ import pytest
 import torch
 from ranks import batches_of, config_of, on_ranks, shape, split_model, whole_model
 
+from poise.cli import run
 from poise.config import ParallelConfig
 from poise.model import GptOss, load_model
 from poise.parallel import ALONE, full_tensor, make_mesh
@@ -100,6 +101,17 @@ def test_one_process_then_three_ranks(tmp_path):
     for found in on_ranks(3, load_on_mesh, folder, {}):
         assert_same_bits(found, contents(trainer, ALONE))
     assert load_model(folder).config.num_experts == 4
+
+
+def test_a_checkpoint_of_a_mesh_becomes_a_hugging_face_folder(saved, tmp_path, capsys):
+    folder, contents_of_four = saved
+    assert run(["export", str(folder), str(tmp_path / "out"), "--format=fp32"]) == 0
+    for name, value in load_model(tmp_path / "out").named_parameters():
+        assert torch.equal(value, torch.as_tensor(contents_of_four[name])), name
+    assert run(["export", str(folder), str(tmp_path / "out")]) == 2
+    assert "a checkpoint never overwrites another" in capsys.readouterr().err
+    assert run(["export", str(folder), str(tmp_path / "other"), "--format=int4"]) == 2
+    assert "--format must be bf16, fp32, mxfp4, got int4" in capsys.readouterr().err
 
 
 def test_another_model_is_refused(saved):

@@ -10,12 +10,14 @@ from poise.cli.keys import KEYS_HELP, parse, take_option
 from poise.config import Config, ConfigError, EngineConfig, ParallelConfig
 from poise.console import Console
 from poise.recipes import RECIPES
+from poise.recipes.shrink import shrunk
 from poise.runfolder import read_config
 
 USAGE = """\
 poise: agentic reinforcement learning for GPT-OSS
 
   poise train RECIPE [--key value ...]        warm start, then reinforcement learning
+       [--shrink]                             the same recipe with a tiny policy, to see that it runs
   poise train --resume RUN [--key value ...]  go on from a run folder's latest checkpoint
   poise sft RECIPE [--key value ...]          the supervised warm start alone
   poise eval CHECKPOINT [--key value ...]     held-out reward of a checkpoint folder, or of a run's latest checkpoint
@@ -23,8 +25,10 @@ poise: agentic reinforcement learning for GPT-OSS
        [--episodes N | --tokens FILE.jsonl] [--engine-checkpoint DIR] [--previous DIR] [--json FILE]
   poise serve CHECKPOINT [--key value ...]    its policy behind vLLM's token endpoints
        [--host 127.0.0.1] [--port 8000]
+  poise export CHECKPOINT FOLDER              a checkpoint of any mesh as a Hugging Face folder
+       [--format bf16|fp32|mxfp4]
   poise plan RECIPE [--key value ...]         its memory, by kind and phase: does it fit, and what would
-       [--gpus N] [--gpu-memory 80GB] [--context TOKENS] [--sequence-degree N] [--expert-degree N] [--released 20b|120b]
+       [--gpus N] [--gpu-memory 80GB] [--context TOKENS] [--released 20b|120b]
   poise upcycle SOURCE OUT                    a Llama-type checkpoint (Hugging Face folder or .gguf) as a GPT-OSS one
        [--experts E] [--active A] [--noise SHARE] [--specials add|reserved] [--format fp32|bf16|mxfp4] [--seed N]
   poise recipes                               the recipes, a line each
@@ -34,9 +38,13 @@ poise: agentic reinforcement learning for GPT-OSS
 
 def train(args: list[str]) -> None:
     resume, args = take_option(args, "--resume")
+    shrinks, args = "--shrink" in args, [arg for arg in args if arg != "--shrink"]
     if resume is None:
-        config = parse(_recipe(args), args[1:], prog=f"poise train {args[0]}")
+        recipe = _recipe(args)
+        config = parse(shrunk(recipe) if shrinks else recipe, args[1:], prog=f"poise train {args[0]}")
     else:
+        if shrinks:
+            raise ConfigError("--shrink does nothing with --resume: the run's config.json says how large it is")
         if args and not args[0].startswith("-"):
             args = args[1:]  # the recipe of a resumed run is what its config.json says
         before = read_config(Path(resume) / "config.json")
@@ -109,6 +117,19 @@ def serve(args: list[str]) -> None:
     serve_job(config, Console(), host=host or "127.0.0.1", port=int(port or 8000))
 
 
+def _checkpoint_folder(text: str, command: str) -> Path:
+    """The folder itself, or the latest checkpoint of a run's folder."""
+    from poise.train.checkpoint import latest_checkpoint
+
+    folder = Path(text)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} does not exist: poise {command} needs a checkpoint folder or a run folder")
+    checkpoint = latest_checkpoint(folder) or folder
+    if checkpoint == folder and (folder / "checkpoints").is_dir():
+        raise ConfigError(f"{folder} is a run folder that holds no checkpoint yet")
+    return checkpoint
+
+
 def _checkpoint_config(args: list[str], command: str, *, reads: Sequence[str] | None = None) -> Config:
     """What a command that does not train reads of a checkpoint: its run's configuration, and the command line's.
 
@@ -118,14 +139,7 @@ def _checkpoint_config(args: list[str], command: str, *, reads: Sequence[str] | 
         parse(Config(), ["--help"], prog=f"poise {command} CHECKPOINT")
     if not args or args[0].startswith("-"):
         raise ConfigError(f"poise {command} needs a checkpoint folder or a run folder first")
-    from poise.train.checkpoint import latest_checkpoint
-
-    folder = Path(args[0])
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} does not exist: poise {command} needs a checkpoint folder or a run folder")
-    checkpoint = latest_checkpoint(folder) or folder
-    if checkpoint == folder and (folder / "checkpoints").is_dir():
-        raise ConfigError(f"{folder} is a run folder that holds no checkpoint yet")
+    folder, checkpoint = Path(args[0]), _checkpoint_folder(args[0], command)
     # A checkpoint of a run goes with that run's task unless the command line says otherwise.
     run_config = checkpoint.parent.parent / "config.json"
     default = read_config(run_config) if checkpoint.parent.name == "checkpoints" and run_config.exists() else Config()
@@ -147,14 +161,21 @@ def _checkpoint_config(args: list[str], command: str, *, reads: Sequence[str] | 
     return config
 
 
+def export(args: list[str]) -> None:
+    format_, args = take_option(args, "--format")
+    if len(args) != 2 or any(arg.startswith("-") for arg in args):
+        raise ConfigError("poise export needs a checkpoint or run folder, then the new folder: CHECKPOINT FOLDER")
+    from poise.exporting import export_job
+
+    export_job(_checkpoint_folder(args[0], "export"), Path(args[1]), format_ or "bf16", Console())
+
+
 PLAN_HELP = """\
 Memory of the recipe's run by kind and phase, the largest context and micro-batch that fit, and what to change. Options:
 
-  --gpus N              ranks, default 1; data degree = N / (sequence degree x expert degree)
+  --gpus N              ranks, default what parallel.* multiplies to; what sequence and expert degree leave is data
   --gpu-memory 80GB     of each; default: what is free on this machine's device
   --context TOKENS      rollout.max_context_tokens; run.tokens_per_microbatch is raised to hold one episode
-  --sequence-degree N   ranks that share the rows of a micro-batch, default 1; divides the query heads
-  --expert-degree N     ranks that split the experts, default 1; divides the experts
   --released 20b|120b   the shape of a released model instead of the recipe's or that of model.path
 
 The exit code is 1 where the run does not fit.
@@ -167,10 +188,7 @@ def plan(args: list[str]) -> int:
     context, args = take_option(args, "--context")
     memory, args = take_option(args, "--gpu-memory")
     released, args = take_option(args, "--released")
-    counts: dict[str, int] = {}
-    for option in ("--gpus", "--sequence-degree", "--expert-degree"):
-        value, args = take_option(args, option)
-        counts[option] = 1 if value is None else _whole_number(option, value)
+    gpus, args = take_option(args, "--gpus")
     default = _recipe(args)
     if context is not None:
         tokens = _whole_number("--context", context)
@@ -182,12 +200,18 @@ def plan(args: list[str]) -> int:
         raise ConfigError(f"--model.{idle[0]} does nothing beside --released {released}, which has a shape of its own")
     from poise.planning import Machine, parse_bytes, plan_lines, planned_model
 
+    parallel = config.parallel
+    shared = parallel.sequence_degree * parallel.expert_degree
     machine = Machine(
-        gpus=counts["--gpus"],
+        gpus=max(1, parallel.data_degree) * shared if gpus is None else _whole_number("--gpus", gpus),
         memory=None if memory is None else parse_bytes(memory),
-        sequence=counts["--sequence-degree"],
-        expert=counts["--expert-degree"],
+        sequence=parallel.sequence_degree,
+        expert=parallel.expert_degree,
     )
+    if parallel.data_degree and machine.gpus != parallel.data_degree * shared:
+        raise ConfigError(
+            f"--gpus ({machine.gpus}) must be parallel.data_degree ({parallel.data_degree}) x {shared}, or leave it out"
+        )
     fits, lines = plan_lines(planned_model(config, released), config, machine)
     for line in lines:
         print(line)
@@ -279,6 +303,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "eval": eval_,
     "mismatch": mismatch,
     "serve": serve,
+    "export": export,
     "plan": plan,
     "upcycle": upcycle,
     "recipes": recipes,

@@ -102,6 +102,7 @@ def save_model(
     *,
     tokenizer: Tokenizer | None = None,
     max_shard_bytes: int = 5_000_000_000,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
 ) -> None:
     """Writes a new folder ``path`` that Transformers loads: weights, config, generation config, tokenizer files.
 
@@ -109,6 +110,7 @@ def save_model(
     ``poise.ops.mxfp4.pack``) and keeps the rest in bf16. ``tokenizer``: a folder whose tokenizer files are copied, or a
     function that writes them. Stop ids of the generation config: ``config.eos_token_ids`` and the ids of
     ``<|return|>`` and ``<|call|>`` in tokenizer.json. The folder is written aside and renamed when whole.
+    ``tensors``: (name, whole tensor) of each parameter, drawn one at a time, where ``model`` holds only parts of them.
     Raises FileExistsError where ``path`` exists, ValueError for an unknown format or sizes that MXFP4 cannot hold.
     """
     target = Path(path)
@@ -122,7 +124,9 @@ def save_model(
     try:
         _write_tokenizer(tokenizer, aside)
         write_configs(model.config, format, aside)
-        _write_shards(_stored_tensors(model, format), max_shard_bytes, aside)
+        _write_shards(
+            _stored_tensors(model.named_parameters() if tensors is None else tensors, format), max_shard_bytes, aside
+        )
         aside.rename(target)
     finally:
         if aside.exists():
@@ -269,10 +273,10 @@ def _some(items: list[str], separator: str = ", ") -> str:
 # --- writing ---
 
 
-def _stored_tensors(model: GptOss, format: Format) -> Iterator[tuple[str, Tensor]]:
+def _stored_tensors(named: Iterable[tuple[str, Tensor]], format: Format) -> Iterator[tuple[str, Tensor]]:
     """Tensors as they are stored, on the CPU, one parameter at a time."""
     dtype = torch.float32 if format == "fp32" else torch.bfloat16
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         value = parameter.detach()
         if format == "mxfp4" and name.endswith(_PACKED):
             if value.shape[1] % mxfp4.BLOCK:

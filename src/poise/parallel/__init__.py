@@ -10,7 +10,7 @@ from poise.parallel.fsdp import (
     held_part,
     local_part,
 )
-from poise.parallel.loading import fill_part, init_parts, load_parts, peak_host_bytes
+from poise.parallel.loading import export_model, fill_part, init_parts, load_parts, peak_host_bytes
 from poise.parallel.mesh import ALONE, Mesh, degrees_of, make_mesh
 from poise.parallel.ulysses import padded_borders, rows_of_rank, ulysses, whole_rows
 
@@ -21,6 +21,7 @@ __all__ = [
     "clip_gradient",
     "degrees_of",
     "empty_model",
+    "export_model",
     "fill_part",
     "frozen_copy",
     "full_tensor",

@@ -1,4 +1,4 @@
-"""Weights into a model that is split over a mesh, without a whole model on any rank."""
+"""Weights into a model that is split over a mesh, and out of it, without a whole model on any rank."""
 
 import resource
 import sys
@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from poise.model import GptOss, initial_weights, read_parts
-from poise.parallel.fsdp import held_part, local_part
+from poise.model import GptOss, initial_weights, read_parts, save_model
+from poise.model.checkpoint import Format, Tokenizer
+from poise.parallel.fsdp import full_tensors, held_part, local_part
 from poise.parallel.mesh import Mesh
 
 
@@ -38,6 +39,27 @@ def init_parts(model: GptOss, seed: int, mesh: Mesh) -> None:
 def fill_part(name: str, parameter: Tensor, whole: Tensor, mesh: Mesh) -> None:
     """This rank's part of ``whole`` into a parameter, or a moment of the parameter ``name``."""
     local_part(parameter).copy_(whole[held_part(name, parameter, mesh).slices])
+
+
+def export_model(
+    model: GptOss, path: str | Path, mesh: Mesh, format: Format = "bf16", *, tokenizer: Tokenizer | None = None
+) -> None:
+    """``poise.model.save_model`` of a model that is split: the first rank writes, tensor by tensor, what all gather.
+
+    All ranks must call it. Raises as ``save_model`` does.
+    """
+    if mesh.shards is None:
+        save_model(model, path, format, tokenizer=tokenizer)
+        return
+    if any(mesh.gather_from_all(Path(path).exists())):
+        raise FileExistsError(f"{path} exists: a checkpoint never overwrites another")
+    # What is packed is rounded once, from float32.
+    tensors = full_tensors(model, mesh, torch.bfloat16 if format == "bf16" else torch.float32)
+    if mesh.is_first:
+        save_model(model, path, format, tokenizer=tokenizer, tensors=tensors)
+    else:
+        for _ in tensors:
+            pass
 
 
 def peak_host_bytes() -> int:

@@ -64,6 +64,8 @@ class _Sizes:
         self.model, self.config, self.mesh = model_config, config, mesh
         self.width = 2 if config.model.dtype == "bfloat16" else 4
         self.stored = self.width if mesh.num_ranks == 1 else WIDE  # of parameters, gradients and moments
+        if config.parallel.offload:
+            self.stored = 0  # they are in host memory
         with torch.device("meta"):
             meta = GptOss(model_config)
         self.num_expert = sum(p.numel() for name, p in meta.named_parameters() if ".experts." in name)
@@ -79,8 +81,7 @@ class _Sizes:
         self.accumulates = rows > config.run.tokens_per_microbatch * mesh.data * mesh.expert
         self.rows = -(-min(config.run.tokens_per_microbatch, rows) // mesh.sequence)
         # Servers have caches of their own.
-        num_slots = rollout.num_slots if config.engine.kind == "embedded" else 1
-        self.num_slots = -(-num_slots // mesh.num_ranks)
+        self.num_slots = rollout.num_slots if config.engine.kind == "embedded" else 1
 
     def held(self, *, trains: bool) -> Items:
         """What lives from the first step to the last."""
@@ -105,6 +106,7 @@ class _Sizes:
             items["engine weights"] = (self.num_expert + self.num_dense) * self.width  # whole, on each rank
         if gathered := self._gathered():
             items["gathered blocks"] = 2 * gathered  # the one that computes and the one that is fetched ahead
+            items["embedding and head"] = 2 * self.head * self.width  # gathered from the first block to the last
         return items
 
     def _reference(self, shard: int) -> int:

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 
 from poise.config import Config
+from poise.recipes.released import RELEASED
 from poise.recipes.tiny import arithmetic_tiny, gsm8k_tiny, ppo_tiny, retool_tiny, verifyif_tiny
 from poise.recipes.upcycled import verifyif_smollm
 
-RECIPES: dict[str, Callable[[], Config]] = {
-    recipe.__name__: recipe
-    for recipe in (arithmetic_tiny, gsm8k_tiny, ppo_tiny, retool_tiny, verifyif_tiny, verifyif_smollm)
-}
+TINY = (arithmetic_tiny, gsm8k_tiny, ppo_tiny, retool_tiny, verifyif_tiny)
+RECIPES: dict[str, Callable[[], Config]] = {recipe.__name__: recipe for recipe in (*TINY, verifyif_smollm, *RELEASED)}

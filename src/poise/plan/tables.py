@@ -17,7 +17,7 @@ class Mesh:
 
     Every parameter, with its gradient and moments, is split over all ranks, in float32, and gathered block by block in
     the type of the computation; experts stay split over the ranks of their degree. Micro-batches are dealt to ``data``
-    times ``expert`` places, whose ``sequence`` ranks share the rows of one; engine slots are split over all ranks.
+    times ``expert`` places, whose ``sequence`` ranks share the rows of one. Each rank has an engine of its own.
     """
 
     data: int = 1

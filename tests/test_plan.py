@@ -238,7 +238,13 @@ def test_help_names_the_options_of_the_plan(capsys):
     with pytest.raises(SystemExit, match="0"):
         run(["plan", "arithmetic_tiny", "--help"])
     out = capsys.readouterr().out
-    for option in ("--gpus N", "--gpu-memory 80GB", "--context TOKENS", "--expert-degree N", "--rollout.num-slots"):
+    for option in (
+        "--gpus N",
+        "--gpu-memory 80GB",
+        "--context TOKENS",
+        "--parallel.expert-degree",
+        "--rollout.num-slots",
+    ):
         assert option in out
 
 

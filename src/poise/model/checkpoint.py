@@ -124,9 +124,7 @@ def save_model(
     try:
         _write_tokenizer(tokenizer, aside)
         write_configs(model.config, format, aside)
-        _write_shards(
-            _stored_tensors(model.named_parameters() if tensors is None else tensors, format), max_shard_bytes, aside
-        )
+        _write_shards(_stored_tensors(model, format, tensors), max_shard_bytes, aside)
         aside.rename(target)
     finally:
         if aside.exists():
@@ -273,10 +271,12 @@ def _some(items: list[str], separator: str = ", ") -> str:
 # --- writing ---
 
 
-def _stored_tensors(named: Iterable[tuple[str, Tensor]], format: Format) -> Iterator[tuple[str, Tensor]]:
+def _stored_tensors(
+    model: GptOss, format: Format, tensors: Iterable[tuple[str, Tensor]] | None
+) -> Iterator[tuple[str, Tensor]]:
     """Tensors as they are stored, on the CPU, one parameter at a time."""
     dtype = torch.float32 if format == "fp32" else torch.bfloat16
-    for name, parameter in named:
+    for name, parameter in model.named_parameters() if tensors is None else tensors:
         value = parameter.detach()
         if format == "mxfp4" and name.endswith(_PACKED):
             if value.shape[1] % mxfp4.BLOCK:

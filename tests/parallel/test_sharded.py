@@ -9,6 +9,7 @@ from ranks import batches_of, config_of, on_ranks, shape, split_model, whole_mod
 
 from poise.cli import run
 from poise.config import ParallelConfig
+from poise.harmony import byte_tokenizer
 from poise.model import GptOss, load_model
 from poise.parallel import ALONE, full_tensor, make_mesh
 from poise.train.checkpoint import load_checkpoint, load_weights, save_checkpoint
@@ -44,7 +45,7 @@ def train_and_save(folder, degrees):
         model=trainer.model,
         optimizer=trainer.optimizer,
         state=STATE,
-        save_tokenizer=lambda path: None,
+        save_tokenizer=byte_tokenizer().save,
         mesh=mesh,
     )
     saved = contents(trainer, mesh)

@@ -1,6 +1,6 @@
 """What sequence parallelism sends, and what it saves: bytes of a layer's exchanges, activation memory of a rank.
 
-    python benchmarks/parallel.py [--tokens 16384] [--degrees 1,4] [--layers 16] [--hidden 256] [--vocabulary 8192]
+    python benchmarks/parallel.py [--tokens 16384] [--degrees 1,4] [--layers 24] [--hidden 256] [--vocabulary 8192]
 
 The degrees are processes on this machine over gloo; each prints bytes, which do not depend on how busy it is. Sent
 bytes are those of the collectives that one attention layer starts in a forward, without what a rank keeps for itself;
@@ -129,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--degrees", default="1,4")
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--recompute", default="none", choices=("none", "experts", "block"))

@@ -40,7 +40,7 @@ $(ADAPTERS)/.installed: $(INSTALLED) Makefile
 vllm: $(VLLM_INSTALLED)
 
 test-vllm: $(INSTALLED) $(VLLM_INSTALLED)
-	$(BIN)/python -m pytest tests/vllm
+	$(BIN)/python -m pytest tests/vllm_server
 
 $(VLLM_INSTALLED): plugins/vllm/requirements.txt plugins/vllm/pyproject.toml
 	$(VLLM_PYTHON) -m venv --clear $(VLLM_VENV)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -81,7 +82,12 @@ def _is_lost_contact(error: BaseException) -> bool:
 
 
 def _lost(reports: dist.Store, num_ranks: int) -> str:
-    gone = [str(rank) for rank in range(num_ranks) if _is_gone(reports, rank)]
+    # Its connections close a little before the process itself has ended.
+    for _ in range(20):
+        gone = [str(rank) for rank in range(num_ranks) if _is_gone(reports, rank)]
+        if gone:
+            break
+        time.sleep(0.1)
     who = f"rank {', '.join(gone)} is gone (killed, or out of memory)" if gone else "contact to another rank is lost"
     return f"{who}, so all {num_ranks} ranks end; --resume goes on from the last checkpoint"
 

@@ -42,7 +42,7 @@ def gpt_oss_20b() -> Config:
             num_slots=32,
         ),
         algorithm=OBJECTIVE,
-        optimizer=OptimizerConfig(learning_rate=1e-6, warmup_steps=10, weight_decay=0.01),
+        optimizer=OptimizerConfig(learning_rate=1e-6, warmup_steps=10),
         run=RunConfig(
             name="gpt_oss_20b",
             steps=200,

@@ -20,6 +20,7 @@ VOCAB, WINDOW, CONTEXT = 512, 16, 512
 STOP_IDS = (1, 2)
 FLAGS = (
     "--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init", "--max-model-len", str(CONTEXT),
+    "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096",
     "--logprobs-mode", "processed_logprobs", "--max-logprobs", "512", "--enable-return-routed-experts",
     "--enable-scale-out", "--generation-config", "vllm", "--distributed-executor-backend", "uni",
     "--worker-extension-cls", "poise_vllm.extension.WorkerExtension",

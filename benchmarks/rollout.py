@@ -52,6 +52,7 @@ VLLM_FLAGS = (
     "--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init", "--max-model-len", str(MAX_CONTEXT),
     "--logprobs-mode", "processed_logprobs", "--max-logprobs", "512", "--enable-scale-out",
     "--generation-config", "vllm", "--distributed-executor-backend", "uni", "--max-num-seqs", "128",
+    "--no-enable-chunked-prefill", "--max-num-batched-tokens", "131072",
 )  # fmt: skip
 VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_SERVER_DEV_MODE": "1",

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from poise.envs.env import Observation, Outcome, Row, final_text
+from poise.envs.env import Observation, Outcome, Row, final_text, resolved
 from poise.envs.tool_env import ToolEnv
 from poise.envs.tools import CallableTool
 from poise.harmony.messages import (
@@ -91,7 +91,7 @@ class ClassEnv:
         self._episode: ToolEnv | None = None
 
     async def reset(self) -> Conversation:
-        observed = await _resolved(self.instance.reset(**self._arguments))
+        observed = await resolved(self.instance.reset(**self._arguments))
         prompt = self._row.get("prompt", "")
         self._prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
         if observed is not None:
@@ -116,7 +116,7 @@ class ClassEnv:
         columns = {key: [value] for key, value in self._row.items() if key not in _NOT_COLUMNS}
         scores: list[tuple[str, Any, float]] = []
         for function, weight in self._rewards:
-            values = await _resolved(
+            values = await resolved(
                 function(
                     prompts=[self._prompt],
                     completions=[_completion(transcript)],
@@ -128,7 +128,7 @@ class ClassEnv:
             )
             scores.append((getattr(function, "__name__", type(function).__name__), values[0], weight))
         if hasattr(self.instance, "get_reward"):
-            scores.append((type(self.instance).__name__, await _resolved(self.instance.get_reward()), 1.0))
+            scores.append((type(self.instance).__name__, await resolved(self.instance.get_reward()), 1.0))
         known = [(name, float(score), weight) for name, score, weight in scores if score is not None]
         if not known:
             raise ValueError("every reward function returned None: the episode cannot be scored")
@@ -137,10 +137,6 @@ class ClassEnv:
 
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
-
-
-async def _resolved(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
 
 
 def _text(content: Any) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from poise.envs.env import Observation, Outcome, final_text
+from poise.envs.env import Observation, Outcome, Row, final_text
 from poise.envs.tools import answer_calls
 from poise.harmony.messages import Conversation, DeveloperContent, Message, SystemContent, final, user
 
@@ -28,6 +28,11 @@ class Partner(Protocol):
     async def step(self, text: str) -> Reply: ...
 
     async def close(self) -> None: ...
+
+
+def seed_rows(num_train_rows: int, num_test_rows: int) -> tuple[Sequence[Row], Sequence[Row]]:
+    """Training and held-out rows that are seeds: odd ones to train on, even ones held out."""
+    return [{"seed": 2 * i + 1} for i in range(num_train_rows)], [{"seed": 2 * i} for i in range(num_test_rows)]
 
 
 class DialogueEnv:

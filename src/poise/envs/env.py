@@ -20,6 +20,7 @@ class Echo:
         pass
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -95,6 +96,11 @@ class Task(Protocol):
     def demonstrate(self, row: Row) -> Conversation | None:
         """A whole solved episode for supervised warm start, or None where the task has none for this row."""
         ...
+
+
+async def resolved(value: Any) -> Any:
+    """What was returned by a function that may be plain or a coroutine function."""
+    return await value if inspect.isawaitable(value) else value
 
 
 def final_text(messages: Sequence[Message]) -> str:

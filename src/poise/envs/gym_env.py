@@ -9,12 +9,11 @@
 and ``poise train RECIPE --task custom --task.factory my_module:make_task``.
 """
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from poise.envs.dialogue import DialogueEnv, History, Reply
-from poise.envs.env import Row
+from poise.envs.dialogue import DialogueEnv, History, Reply, seed_rows
+from poise.envs.env import Row, resolved
 from poise.harmony.messages import SystemContent
 
 # (observation, info) -> what the policy reads
@@ -43,8 +42,7 @@ class GymTask:
         self._make_env = make_env
         self._dialogue: dict[str, Any] = {"system": system, "instructions": instructions, "history": history}
         self._to_text = to_text
-        self.train_rows: Sequence[Row] = [{"seed": 2 * i + 1} for i in range(num_train_rows)]
-        self.test_rows: Sequence[Row] = [{"seed": 2 * i} for i in range(num_test_rows)]
+        self.train_rows, self.test_rows = seed_rows(num_train_rows, num_test_rows)
 
     def make_env(self, row: Row) -> DialogueEnv:
         return DialogueEnv(_GymPartner(self._make_env(), row["seed"], self._to_text), **self._dialogue)
@@ -58,17 +56,13 @@ class _GymPartner:
         self.env, self._seed, self._to_text = env, seed, to_text
 
     async def reset(self) -> str:
-        observation, info = await _resolved(self.env.reset(seed=self._seed))
+        observation, info = await resolved(self.env.reset(seed=self._seed))
         return self._to_text(observation, info)
 
     async def step(self, text: str) -> Reply:
-        observation, reward, terminated, truncated, info = await _resolved(self.env.step(text))
+        observation, reward, terminated, truncated, info = await resolved(self.env.step(text))
         return Reply(text=self._to_text(observation, info), reward=float(reward), is_done=bool(terminated or truncated))
 
     async def close(self) -> None:
         if hasattr(self.env, "close"):
-            await _resolved(self.env.close())
-
-
-async def _resolved(value: Any) -> Any:
-    return await value if inspect.isawaitable(value) else value
+            await resolved(self.env.close())

@@ -11,11 +11,11 @@ and ``poise train RECIPE --task custom --task.factory my_module:make_task``.
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from poise.config import ConfigError
-from poise.envs.dialogue import DialogueEnv, History, Reply
+from poise.envs.dialogue import DialogueEnv, History, Reply, seed_rows
 from poise.envs.env import Row
 from poise.envs.tools import ToolServerError
 from poise.harmony.messages import SystemContent
@@ -51,8 +51,7 @@ class OpenEnvTask:
         self._url = f"{socket_scheme}://{rest.rstrip('/')}/ws"
         self._to_action, self._to_text, self._time_limit_s = to_action, to_text, time_limit_s
         self._dialogue: dict[str, Any] = {"system": system, "instructions": instructions, "history": history}
-        self.train_rows: Sequence[Row] = [{"seed": 2 * i + 1} for i in range(num_train_rows)]
-        self.test_rows: Sequence[Row] = [{"seed": 2 * i} for i in range(num_test_rows)]
+        self.train_rows, self.test_rows = seed_rows(num_train_rows, num_test_rows)
 
     def make_env(self, row: Row) -> DialogueEnv:
         partner = _OpenEnvPartner(self._url, row["seed"], self._to_action, self._to_text, self._time_limit_s)

@@ -1,9 +1,8 @@
 """The environment of one question: a prompt, tools, and a function that grades the whole exchange."""
 
-import inspect
 from collections.abc import Awaitable, Callable, Sequence
 
-from poise.envs.env import Observation, Outcome, final_text
+from poise.envs.env import Observation, Outcome, final_text, resolved
 from poise.envs.tools import Tool, answer_calls
 from poise.harmony.messages import Conversation, Message, Role
 
@@ -47,8 +46,7 @@ class ToolEnv:
         return Observation(messages=results)
 
     async def outcome(self) -> Outcome:
-        graded = self._grade(self.transcript)
-        outcome = await graded if inspect.isawaitable(graded) else graded
+        outcome: Outcome = await resolved(self._grade(self.transcript))
         counts = {"tool_calls": float(self._num_calls), "tool_errors": float(self._num_errors)}
         return Outcome(reward=outcome.reward, metrics={**outcome.metrics, **counts})
 

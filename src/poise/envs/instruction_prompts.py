@@ -2,17 +2,18 @@
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, overload
+from typing import Any
 
 from poise.envs.env import Row
 from poise.envs.instruction_check import CheckerError, build_once, seeded
+from poise.envs.rows import MadeRows
 
 _MAX_DRAWS = 32
 
 
-class MadePrompts(Sequence[Row]):
+class MadePrompts(MadeRows):
     """``size`` rows, made when asked for: row i is the same for the same seed, whatever else was asked for before.
 
     A row takes a seed prompt, draws 1 to ``max_instructions`` of ``instructions`` that do not conflict by the package's
@@ -41,21 +42,10 @@ class MadePrompts(Sequence[Row]):
     def __len__(self) -> int:
         return self._size
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        digest = hashlib.sha256(f"{self._name}/{index % len(self)}".encode()).digest()
+    def make(self, index: int) -> Row:
+        digest = hashlib.sha256(f"{self._name}/{index}".encode()).digest()
         generator = random.Random(int.from_bytes(digest, "big"))
         return self._make(generator)
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self[i] for i in range(len(self)))
 
     def _make(self, generator: random.Random) -> Row:
         seed_prompt = generator.choice(self._seed_prompts)

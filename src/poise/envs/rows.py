@@ -2,9 +2,10 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from poise.config import ConfigError
 from poise.envs.env import Row
@@ -14,6 +15,28 @@ _SUFFIXES = (".jsonl", ".json", ".parquet")
 
 Check = Callable[[dict[str, Any], str], Row]
 """Brings a row as it was read into the task's form; raises ConfigError, naming the place it is told, for a bad one."""
+
+
+class MadeRows(Sequence[Row]):
+    """Rows made when they are asked for, each by its index alone. A subclass has a length and ``make``."""
+
+    @abstractmethod
+    def make(self, index: int) -> Row:
+        """Row ``index`` of 0 .. len - 1."""
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return self.make(index % len(self))
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
 
 
 def load_rows(source: str, *, split: str, check: Check) -> list[Row]:

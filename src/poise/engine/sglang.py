@@ -5,15 +5,16 @@ Leave ``SGLANG_RETURN_ORIGINAL_LOGPROB`` unset: set, it reports log-probs of ano
 """
 
 import base64
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from poise.engine.answers import checked_action, checked_log_prob, signed_seed
-from poise.engine.handshake import Sampled, TokenServer, shake_hands
-from poise.engine.http import EngineError, Outage, Servers
+from poise.engine.handshake import Sampled, TokenServer
+from poise.engine.http import EngineError, Outage
+from poise.engine.server_engine import ServerEngine
 from poise.types import Action
 
 GENERATE = "/generate"
@@ -24,29 +25,12 @@ PLAIN_SAMPLING: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-class SglangEngine:
+class SglangEngine(ServerEngine):
     """A ``Policy`` over ``servers``, with the arguments and the methods of ``VllmEngine``.
 
     Seeds are honoured where the servers run with ``--enable-deterministic-inference``. An update while requests run
     cannot tell which of their tokens came before it: ``rollout.max_staleness`` needs vLLM or poise serve.
     """
-
-    def __init__(
-        self,
-        servers: Servers,
-        *,
-        stop_ids: Collection[int],
-        vocab_size: int,
-        temperature: float = 1.0,
-        routes_shape: tuple[int, int] | None = None,
-    ) -> None:
-        self.servers = servers
-        self.stop_ids = frozenset(stop_ids)
-        self.vocab_size = vocab_size
-        self.temperature = temperature
-        self.routes_shape = routes_shape
-        self.policy_version = 0
-        self.num_sampled_tokens = 0
 
     async def __call__(self, token_ids: Sequence[int], *, episode_id: str, seed: int, max_tokens: int) -> Action:
         """Samples until a stop id or ``max_tokens``; waits while no server is ready."""
@@ -73,10 +57,6 @@ class SglangEngine:
                 raise EngineError(f"{url}: prompt token {index} is {token_id}, its log-prob is of {row[1]}")
             scores.append(checked_log_prob(row[0], where=f"{url}: prompt token {index}"))
         return scores
-
-    async def post(self, path: str, json: Mapping[str, Any] | None = None, **arguments: Any) -> list[Any]:
-        """The JSON with which every server answers, in the order of the urls. Raises Outage or EngineError."""
-        return await self.servers.ask_all("POST", path, json=json, **arguments)
 
     async def pause(self) -> None:
         """Freezes sampling everywhere; requests under way go on after ``resume`` and read their tokens again."""
@@ -111,16 +91,6 @@ class SglangEngine:
         answer = await self.servers.ask(url, "POST", "/update_weights_from_disk", json=body)
         if not answer.get("success"):
             raise EngineError(f"{url} did not load {path}: {answer.get('message', answer)}")
-
-    async def handshake(self, *, max_context_tokens: int) -> None:
-        """Waits until every server is healthy, then raises EngineError for the first reason not to train with it."""
-        for server in self.servers.all:
-            await self.servers.wait_until_healthy(server.url)
-            await shake_hands(self._token_server(server.url, max_context_tokens), stop_ids=self.stop_ids)
-
-    async def close(self) -> None:
-        """Closes the connections; a later call opens new ones."""
-        await self.servers.close()
 
     def _body(
         self, token_ids: Sequence[int], *, seed: int, max_tokens: int, temperature: float, num_top: int = 0
@@ -198,16 +168,12 @@ class SglangEngine:
                 return False
             return True
 
-        async def context() -> int | None:
-            models = await self.servers.ask(url, "GET", "/v1/models")
-            return models["data"][0].get("max_model_len")
-
         return TokenServer(
             url=url,
             sample=sample,
             score=lambda token_ids: self.score(token_ids, url=url),
             has_token=has_token,
-            context=context,
+            context=lambda: self._max_context(url),
             vocab_size=self.vocab_size,
             max_context_tokens=max_context_tokens,
             processed_hint="leave SGLANG_RETURN_ORIGINAL_LOGPROB unset where SGLang is started",

@@ -4,13 +4,14 @@ Start the servers with ``--enable-scale-out --logprobs-mode processed_logprobs``
 opens the endpoints that training needs (pause, weights, the name of the weights).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from poise.engine.answers import checked_action, checked_log_prob, decoded_routes, signed_seed
-from poise.engine.handshake import Sampled, TokenServer, shake_hands
+from poise.engine.handshake import Sampled, TokenServer
 from poise.engine.http import EngineError, Outage, Server, Servers
+from poise.engine.server_engine import ServerEngine
 from poise.types import Action
 
 GENERATE = "/inference/v1/generate"
@@ -21,7 +22,7 @@ PLAIN_SAMPLING: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-class VllmEngine:
+class VllmEngine(ServerEngine):
     """A ``Policy`` over ``servers``.
 
     ``stop_ids`` end an action, and nothing else does; every logit is divided by ``temperature``. ``routes_shape``:
@@ -29,22 +30,8 @@ class VllmEngine:
     without them is then an error. Raises EngineError for an answer that cannot be trained on.
     """
 
-    def __init__(
-        self,
-        servers: Servers,
-        *,
-        stop_ids: Collection[int],
-        vocab_size: int,
-        temperature: float = 1.0,
-        routes_shape: tuple[int, int] | None = None,
-    ) -> None:
-        self.servers = servers
-        self.stop_ids = frozenset(stop_ids)
-        self.vocab_size = vocab_size
-        self.temperature = temperature
-        self.routes_shape = routes_shape
-        self.policy_version = 0
-        self.num_sampled_tokens = 0
+    def __init__(self, servers: Servers, **settings: Any) -> None:
+        super().__init__(servers, **settings)
         self._version_of: dict[str, int] = {}  # by mark
 
     async def __call__(self, token_ids: Sequence[int], *, episode_id: str, seed: int, max_tokens: int) -> Action:
@@ -80,10 +67,6 @@ class VllmEngine:
             scores.append(checked_log_prob(entry.get("logprob"), where=f"{url}: prompt token {index}"))
         return scores
 
-    async def post(self, path: str, json: Mapping[str, Any] | None = None, **arguments: Any) -> list[Any]:
-        """The JSON with which every server answers, in the order of the urls. Raises Outage or EngineError."""
-        return await self.servers.ask_all("POST", path, json=json, **arguments)
-
     async def pause(self) -> None:
         """Freezes sampling everywhere; requests under way go on after ``resume``, with what was sampled so far."""
         await self.post("/pause", params={"mode": "keep"})
@@ -109,16 +92,6 @@ class VllmEngine:
         if not isinstance(mark, str):
             raise EngineError(f"{url}/weight_info does not name the weights: {answer!r}")
         return mark
-
-    async def handshake(self, *, max_context_tokens: int) -> None:
-        """Waits until every server is healthy, then raises EngineError for the first reason not to train with it."""
-        for server in self.servers.all:
-            await self.servers.wait_until_healthy(server.url)
-            await shake_hands(self._token_server(server.url, max_context_tokens), stop_ids=self.stop_ids)
-
-    async def close(self) -> None:
-        """Closes the connections; a later call opens new ones."""
-        await self.servers.close()
 
     def _sampling(self, *, seed: int, max_tokens: int, temperature: float, num_top: int = 0) -> dict[str, Any]:
         return dict(PLAIN_SAMPLING) | {
@@ -201,16 +174,12 @@ class VllmEngine:
                     return False
             return True
 
-        async def context() -> int | None:
-            models = await self.servers.ask(url, "GET", "/v1/models")
-            return models["data"][0].get("max_model_len")
-
         return TokenServer(
             url=url,
             sample=sample,
             score=lambda token_ids: self.score(token_ids, url=url),
             has_token=has_token,
-            context=context,
+            context=lambda: self._max_context(url),
             vocab_size=self.vocab_size,
             max_context_tokens=max_context_tokens,
             processed_hint="start vLLM with --logprobs-mode processed_logprobs",

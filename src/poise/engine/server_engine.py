@@ -1,0 +1,52 @@
+"""What the policies over servers share, whatever protocol the servers speak."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from poise.engine.handshake import TokenServer, shake_hands
+from poise.engine.http import Servers
+
+
+class ServerEngine(ABC):
+    """A set of servers and what is asked of each answer; a subclass speaks a protocol."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        *,
+        stop_ids: Collection[int],
+        vocab_size: int,
+        temperature: float = 1.0,
+        routes_shape: tuple[int, int] | None = None,
+    ) -> None:
+        self.servers = servers
+        self.stop_ids = frozenset(stop_ids)
+        self.vocab_size = vocab_size
+        self.temperature = temperature
+        self.routes_shape = routes_shape
+        self.policy_version = 0
+        self.num_sampled_tokens = 0
+
+    async def post(self, path: str, json: Mapping[str, Any] | None = None, **arguments: Any) -> list[Any]:
+        """The JSON with which every server answers, in the order of the urls. Raises Outage or EngineError."""
+        return await self.servers.ask_all("POST", path, json=json, **arguments)
+
+    async def handshake(self, *, max_context_tokens: int) -> None:
+        """Waits until every server is healthy, then raises EngineError for the first reason not to train with it."""
+        for server in self.servers.all:
+            await self.servers.wait_until_healthy(server.url)
+            await shake_hands(self._token_server(server.url, max_context_tokens), stop_ids=self.stop_ids)
+
+    async def close(self) -> None:
+        """Closes the connections; a later call opens new ones."""
+        await self.servers.close()
+
+    async def _max_context(self, url: str) -> int | None:
+        """Tokens that one server can hold, where it says so."""
+        models = await self.servers.ask(url, "GET", "/v1/models")
+        return models["data"][0].get("max_model_len")
+
+    @abstractmethod
+    def _token_server(self, url: str, max_context_tokens: int) -> TokenServer:
+        """What the handshake needs of one server."""

@@ -104,8 +104,8 @@ def split_model(mesh, **changes):
     return model
 
 
-def batches_of(lengths, *, tokens_per_microbatch=57):
-    """Packed trajectories with ``lengths`` rows each, two turns, advantages of both signs."""
+def trajectories_of(lengths, rewards=None):
+    """Trajectories with ``lengths`` rows each and two turns, every one a group of its own."""
     generator = torch.Generator().manual_seed(3)
 
     def ids(num):
@@ -118,11 +118,17 @@ def batches_of(lengths, *, tokens_per_microbatch=57):
             Turn(observation_ids=ids(seen), action_ids=ids(acted), rollout_log_probs=(-2.0,) * acted)
             for seen, acted in zip(parts[::2], parts[1::2], strict=True)
         ]
+        reward = 0.0 if rewards is None else rewards[number]
         trajectories.append(
-            Trajectory(group_id=number, episode_id=str(number), turns=tuple(turns), reward=0.0, stop=Stop.DONE)
+            Trajectory(group_id=number, episode_id=str(number), turns=tuple(turns), reward=reward, stop=Stop.DONE)
         )
+    return trajectories
+
+
+def batches_of(lengths, *, tokens_per_microbatch=57):
+    """They, packed, with advantages of both signs."""
     advantages = torch.linspace(-1, 1.3, len(lengths))
-    return pack(trajectories, advantages, tokens_per_microbatch=tokens_per_microbatch)
+    return pack(trajectories_of(lengths), advantages, tokens_per_microbatch=tokens_per_microbatch)
 
 
 # 57 rows in three sequences that straddle the borders of two and four ranks; a micro-batch of 31 and one of 38.
@@ -159,7 +165,7 @@ def trained(model, mesh, settings, kernel, batches, num_steps=5):
 
     def keep(*_):
         if not gradients:
-            gradients.update(_whole(((n, p.grad) for n, p in model.named_parameters()), mesh))
+            gradients.update(whole_tensors(((n, p.grad) for n, p in model.named_parameters()), mesh))
 
     trainer.optimizer.register_step_pre_hook(keep)
     known = trainer.with_old_log_probs(batches)
@@ -170,11 +176,12 @@ def trained(model, mesh, settings, kernel, batches, num_steps=5):
         "metrics": {k: v for k, v in metrics[0].items() if k != "tokens_per_s"},
         "log_probs": log_probs,
         "gradients": gradients,
-        "parameters": _whole(model.named_parameters(), mesh),
+        "parameters": whole_tensors(model.named_parameters(), mesh),
     }
 
 
-def _whole(named, mesh):
+def whole_tensors(named, mesh):
+    """Copies, whole, of what the ranks hold parts of, by name."""
     if mesh is None:
         return {name: x.detach().clone() for name, x in named}
     return {name: full_tensor(name, x.detach(), mesh, torch.float32).clone() for name, x in named}

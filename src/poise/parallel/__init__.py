@@ -3,12 +3,16 @@
 from poise.parallel.experts import ShardedExperts
 from poise.parallel.fsdp import (
     clip_gradient,
+    empty_linear,
     empty_model,
     frozen_copy,
     full_tensor,
     full_tensors,
+    gradient_norm,
     held_part,
     local_part,
+    put_away,
+    split_copy,
 )
 from poise.parallel.loading import export_model, fill_part, init_parts, load_parts, peak_host_bytes
 from poise.parallel.mesh import ALONE, Mesh, degrees_of, make_mesh
@@ -20,12 +24,14 @@ __all__ = [
     "ShardedExperts",
     "clip_gradient",
     "degrees_of",
+    "empty_linear",
     "empty_model",
     "export_model",
     "fill_part",
     "frozen_copy",
     "full_tensor",
     "full_tensors",
+    "gradient_norm",
     "held_part",
     "init_parts",
     "load_parts",
@@ -33,7 +39,9 @@ __all__ = [
     "make_mesh",
     "padded_borders",
     "peak_host_bytes",
+    "put_away",
     "rows_of_rank",
+    "split_copy",
     "ulysses",
     "whole_rows",
 ]

@@ -8,7 +8,7 @@ loss is divided once, by the number of tokens of all ranks.
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,14 @@ from poise.parallel.experts import ShardedExperts, require_experts
 from poise.parallel.mesh import Mesh
 from poise.parallel.ulysses import require_heads
 
+Split = TypeVar("Split", bound=nn.Module)
 
-def empty_model(config: GptOssConfig, mesh: Mesh) -> GptOss:
+
+def empty_model(config: GptOssConfig, mesh: Mesh, *, has_head: bool = True) -> GptOss:
     """A model whose parameters are split over the mesh, with arbitrary numbers: ``poise.parallel.loading`` fills it.
 
-    Nothing larger than a shard is ever allocated. Raises ConfigError where the degrees do not divide heads or experts.
+    Nothing larger than a shard is ever allocated. ``has_head`` False: the backbone alone, without ``lm_head``. Raises
+    ConfigError where the degrees do not divide heads or experts.
     """
     try:
         require_heads(config.num_heads, mesh.sequence)
@@ -37,6 +40,8 @@ def empty_model(config: GptOssConfig, mesh: Mesh) -> GptOss:
         raise ConfigError(str(error)) from error
     with torch.device("meta"):
         model = GptOss(config)
+        if not has_head:
+            del model.lm_head
         if mesh.expert > 1:
             for block in model.model.layers:
                 assert isinstance(block, Block)
@@ -45,10 +50,7 @@ def empty_model(config: GptOssConfig, mesh: Mesh) -> GptOss:
     assert mesh.expert_shards is not None
     expert_shards = mesh.expert_shards["shard"]
     # A block recomputes within its forward, so these hooks lie around what is computed again, as they must.
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if mesh.compute is torch.float32 else mesh.compute, reduce_dtype=torch.float32
-    )
-    options: dict[str, Any] = {"mp_policy": policy} | ({"offload_policy": CPUOffloadPolicy()} if mesh.offload else {})
+    options = _options(mesh, mesh.compute)
     for block in model.model.layers:
         assert isinstance(block, Block)
         experts = block.mlp.experts
@@ -57,11 +59,33 @@ def empty_model(config: GptOssConfig, mesh: Mesh) -> GptOss:
         )
         fully_shard(block, mesh=mesh.shards, **options)
     fully_shard(model, mesh=mesh.shards, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
-    return model.to_empty(device="cpu" if mesh.offload else mesh.device)
+    return _emptied(model, mesh)
+
+
+def empty_linear(num_inputs: int, num_outputs: int, mesh: Mesh, device: torch.device) -> nn.Linear:
+    """A float32 linear layer with arbitrary numbers: split over the mesh or, where there is none, on ``device``."""
+    if mesh.shards is None:
+        return nn.Linear(num_inputs, num_outputs, device=device, dtype=torch.float32)
+    with torch.device("meta"):
+        linear = nn.Linear(num_inputs, num_outputs)
+    fully_shard(linear, mesh=mesh.shards, **_options(mesh, torch.float32))
+    return _emptied(linear, mesh)
+
+
+def _options(mesh: Mesh, compute: torch.dtype) -> dict[str, Any]:
+    """Gathered as ``compute``, summed in float32."""
+    param_dtype = None if compute is torch.float32 else compute
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+    return {"mp_policy": policy} | ({"offload_policy": CPUOffloadPolicy()} if mesh.offload else {})
+
+
+def _emptied(module: Split, mesh: Mesh) -> Split:
+    """From the meta device to this rank's shards; gradients are summed."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+    return module.to_empty(device="cpu" if mesh.offload else mesh.device)
 
 
 def _placement(experts: Experts, num_shards: int) -> Callable[[nn.Parameter], Shard] | None:
@@ -107,7 +131,7 @@ def full_tensors(model: nn.Module, mesh: Mesh, dtype: torch.dtype) -> Iterator[t
 
     This is how weights leave the mesh, to engines and to files, without a whole model on any rank.
     """
-    gather_before_use(model)
+    put_away(model)
     for name, parameter in model.named_parameters():
         yield name, full_tensor(name, parameter.detach(), mesh, dtype)
 
@@ -124,36 +148,56 @@ def full_tensor(name: str, x: Tensor, mesh: Mesh, dtype: torch.dtype) -> Tensor:
     return gather_rows(whole, mesh.expert_group) if ".experts." in name and mesh.expert > 1 else whole
 
 
-def gather_before_use(model: nn.Module) -> None:
-    """Puts gathered parameters away, so that ``named_parameters`` are shards: a forward without a backward leaves the
-    embedding and the head gathered."""
+def put_away(model: nn.Module) -> None:
+    """Frees gathered parameters, so that ``named_parameters`` are shards: a forward without a backward leaves what the
+    outermost module has of its own gathered, the embedding and the head."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
+def split_copy(model: GptOss, mesh: Mesh, *, has_head: bool = True) -> GptOss:
+    """A copy, split over the mesh in the same way; ``has_head`` False: of the backbone alone, without ``lm_head``."""
+    if mesh.shards is None:
+        copy = deepcopy(model)
+        if not has_head:
+            del copy.lm_head
+        return copy
+    put_away(model)
+    copy, parameters = empty_model(model.config, mesh, has_head=has_head), dict(model.named_parameters())
+    for name, parameter in copy.named_parameters():
+        local_part(parameter.detach()).copy_(local_part(parameters[name].detach()))
+    return copy
+
+
 def frozen_copy(model: GptOss, mesh: Mesh) -> GptOss:
     """A copy that takes no gradient, split over the mesh in the same way."""
-    if mesh.shards is None:
-        return deepcopy(model).eval().requires_grad_(False)
-    gather_before_use(model)
-    copy = empty_model(model.config, mesh)
-    for ours, theirs in zip(copy.parameters(), model.parameters(), strict=True):
-        local_part(ours.detach()).copy_(local_part(theirs.detach()))
-    return copy.eval().requires_grad_(False)
+    return split_copy(model, mesh).eval().requires_grad_(False)
 
 
 def clip_gradient(model: nn.Module, max_norm: float, mesh: Mesh) -> float:
-    """Scales the gradient down to ``max_norm``; returns its norm before, over all parameters of all ranks.
+    """Scales the gradient down to ``max_norm``; returns its norm before, over all parameters of all ranks."""
+    if mesh.shards is None:
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
+    norm = gradient_norm(model, mesh)
+    if norm > max_norm:
+        torch._foreach_mul_(_gradients(model), max_norm / (norm + 1e-6))
+    return norm
+
+
+def gradient_norm(model: nn.Module, mesh: Mesh) -> float:
+    """The norm of the gradient over all parameters of all ranks.
 
     Each number of the gradient lives on exactly one rank, so the square is a plain sum.
     """
+    norm = nn.utils.get_total_norm(_gradients(model))
     if mesh.shards is None:
-        return nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
-    grads = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
-    square = nn.utils.get_total_norm(grads).double().square().to(mesh.shards.device_type)
+        return norm.item()
+    square = norm.double().square().to(mesh.shards.device_type)
     dist.all_reduce(square, group=mesh.shards.get_group())
-    norm = square.sqrt().item()
-    if norm > max_norm:
-        torch._foreach_mul_(grads, max_norm / (norm + 1e-6))
-    return norm
+    return square.sqrt().item()
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    """What this rank holds of them."""
+    return [local_part(p.grad) for p in model.parameters() if p.grad is not None]

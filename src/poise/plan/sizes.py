@@ -98,7 +98,8 @@ class _Sizes:
                 items["reference"] = self._reference(shard)
             if self.config.algorithm.normalize_advantages == "gae" and self.config.critic.backbone == "own":
                 # Weights and moments. Its gradients and activations live when the policy's do not, and are no larger.
-                items["critic"] = 3 * (shard - self.head // self.mesh.num_ranks) * self.stored
+                own = self.num_expert + self.num_dense - self.head + model.hidden_size + 1  # one number, not a word
+                items["critic"] = 3 * -(-own // self.mesh.num_ranks) * self.stored
         items["engine cache"] = self.num_slots * (
             2 * cached * model.num_kv_heads * model.head_dim * self.width + routes
         )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from poise.model import GptOss, read_config, save_model
-from poise.parallel import ALONE, Mesh, load_parts
+from poise.parallel import ALONE, Mesh, fill_part, load_parts, put_away
 from poise.train.critic import Critic
 from poise.train.sharded import Saving, is_sharded, load_sharded, load_whole_optimizer, start_saving
 
@@ -46,8 +46,6 @@ def save_checkpoint(
     folder = Path(folder)
     _require_plain(state, "state")
     rest: dict[str, Any] = {"random": _random_state(), "state": state}
-    if critic is not None:
-        rest["critic"] = {"model": critic.state_dict(), "optimizer": critic.optimizer.state_dict()}
     if mesh.shards is not None:
         return start_saving(
             folder,
@@ -57,7 +55,10 @@ def save_checkpoint(
             rest=rest,
             save_tokenizer=save_tokenizer,
             publish=_publish,
+            critic=critic,
         )
+    if critic is not None:
+        rest["critic"] = {"model": critic.state_dict(), "optimizer": critic.optimizer.state_dict()}
     aside = folder.with_name(f".{folder.name}.partial")
     if aside.exists():
         shutil.rmtree(aside)
@@ -97,22 +98,34 @@ def load_checkpoint(
     """
     folder = Path(folder)
     saved = _read(folder, mmap=mesh.shards is not None)
+    if critic is not None and "critic" not in saved:
+        raise ValueError(f"{folder} holds no critic to go on with")
     if is_sharded(folder):
         _require_same(folder, model)
-        load_sharded(folder, model=model, optimizer=optimizer, mesh=mesh)
+        load_sharded(folder, model=model, optimizer=optimizer, mesh=mesh, critic=critic)
     else:
         load_weights(folder, model=model, mesh=mesh)
         if mesh.shards is None:
             optimizer.load_state_dict(saved["optimizer"])
         else:
             load_whole_optimizer(saved["optimizer"], model, optimizer, mesh)
-    if critic is not None:
-        if "critic" not in saved:
-            raise ValueError(f"{folder} holds no critic to go on with")
-        critic.load_state_dict(saved["critic"]["model"])
-        critic.optimizer.load_state_dict(saved["critic"]["optimizer"])
+        if critic is not None:
+            _load_whole_critic(saved["critic"], critic, mesh)
     _set_random_state(saved["random"])
     return saved["state"]
+
+
+def _load_whole_critic(saved: dict[str, Any], critic: Critic, mesh: Mesh) -> None:
+    """That of one process."""
+    if mesh.shards is None:
+        critic.load_state_dict(saved["model"])
+        critic.optimizer.load_state_dict(saved["optimizer"])
+        return
+    critic.statistics.copy_(saved["model"]["statistics"])
+    put_away(critic)
+    for name, parameter in critic.named_parameters():
+        fill_part(name, parameter, saved["model"][name], mesh)
+    load_whole_optimizer(saved["optimizer"], critic, critic.optimizer, mesh)
 
 
 def load_weights(folder: str | os.PathLike[str], *, model: GptOss, mesh: Mesh = ALONE) -> None:

@@ -1,16 +1,16 @@
 """The critic of PPO: what the rest of an episode will earn, token by token, and how it learns that."""
 
 import math
-from copy import deepcopy
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from poise.algo.losses import value_loss
-from poise.config import Config, ConfigError
+from poise.config import Config
 from poise.model import GptOss
-from poise.parallel import ALONE, Mesh
+from poise.parallel import ALONE, Mesh, empty_linear, local_part, put_away, rows_of_rank, split_copy
+from poise.train.forward import at_sampled
 from poise.train.optimizer import adamw, update, warmup_schedule
 from poise.types import Batch
 
@@ -25,21 +25,22 @@ class Critic(nn.Module):
     a copy of the policy, made when the critic is, which takes its own experts; "shared": of the policy itself. w and b
     begin at 0 (all values at the mean), in float32. mean and deviation are 0 and 1, or with ``normalize_returns``
     "popart" those of the returns so far. All there is to save is this module and its ``optimizer``.
+
+    ``mesh``: the ranks that its parameters are split over, as the policy's are, in float32. ``hidden`` is then that of
+    this rank's rows, and what comes of it is known to all the ranks that share them.
     """
 
     statistics: Tensor  # steps seen, mean and variance of the returns
 
-    def __init__(self, policy: GptOss, config: Config) -> None:
+    def __init__(self, policy: GptOss, config: Config, *, mesh: Mesh = ALONE) -> None:
         super().__init__()
-        self.settings, self.config = config.critic, config
-        self.device = policy.lm_head.weight.device
-        self.backbone: GptOss | None = None
-        if not self.is_shared:
-            self.backbone = deepcopy(policy)
-            del self.backbone.lm_head  # it says one number, not a word
-        self.head = nn.Linear(policy.config.hidden_size, 1, device=self.device, dtype=torch.float32)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self.settings, self.config, self.mesh = config.critic, config, mesh
+        self.device = mesh.device or policy.lm_head.weight.device
+        # Its head says one number, not a word.
+        self.backbone = None if self.is_shared else split_copy(policy, mesh, has_head=False)
+        self.head = empty_linear(policy.config.hidden_size, 1, mesh, self.device)
+        for parameter in self.head.parameters():
+            local_part(parameter.detach()).zero_()
         self.register_buffer("statistics", torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64, device=self.device))
         self.optimizer = adamw(self, config.optimizer, self.device)
         self.schedule = warmup_schedule(config.optimizer, learning_rate=self.settings.learning_rate)
@@ -58,13 +59,13 @@ class Critic(nn.Module):
         return max(1e-4, math.sqrt(float(self.statistics[2])))
 
     @torch.no_grad()
-    def values(self, hidden: Float[Tensor, "T D"], batch: Batch) -> Float[Tensor, " T"]:
+    def values(self, hidden: Float[Tensor, "R D"], batch: Batch) -> Float[Tensor, " T"]:
         """V at the sampled tokens, in units of the reward, 0 elsewhere."""
-        values = self.mean + self.deviation * self._predictions(hidden, batch)
+        values = self.mean + self.deviation * self.predictions(hidden, batch)
         return values.masked_fill(~batch.response_mask, 0.0)
 
     def loss(
-        self, hidden: Float[Tensor, "T D"], batch: Batch, weights: Float[Tensor, " T"]
+        self, hidden: Float[Tensor, "R D"], batch: Batch, weights: Float[Tensor, " T"]
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
         """The weighted sum of ``value_loss`` over the sampled tokens, in units of the deviation, with its graph.
 
@@ -74,7 +75,7 @@ class Critic(nn.Module):
         if batch.values is None or batch.returns is None:
             raise ValueError("a critic learns from batches with values and returns")
         loss, metrics = value_loss(
-            self._predictions(hidden, batch),
+            self.predictions(hidden, batch),
             (batch.values - self.mean) / self.deviation,
             (batch.returns - self.mean) / self.deviation,
             batch.response_mask,
@@ -102,31 +103,22 @@ class Critic(nn.Module):
         before = float(self.statistics[2]) + (mean - new_mean) ** 2 if steps > 1 else 0.0
         variance = (1 - share) * before + share * float((returns - new_mean).square().mean())
         self.statistics.copy_(torch.tensor([steps, new_mean, variance], dtype=torch.float64))
-        self.head.weight.mul_(deviation / self.deviation)
-        self.head.bias.mul_(deviation).add_(mean - self.mean).div_(self.deviation)
+        put_away(self)
+        local_part(self.head.weight).mul_(deviation / self.deviation)
+        local_part(self.head.bias).mul_(deviation).add_(mean - self.mean).div_(self.deviation)
 
     def update(self) -> dict[str, float]:
         """One step of the optimizer along the gradient that is there. Raises GradientError as ``optimizer.update``."""
-        limit = self.config.optimizer.max_grad_norm
-        norm, _ = update(self, self.optimizer, self.schedule, max_grad_norm=limit, owner="the critic's step")
+        limit, owner = self.config.optimizer.max_grad_norm, "the critic's step"
+        norm, _ = update(self, self.optimizer, self.schedule, max_grad_norm=limit, owner=owner, mesh=self.mesh)
         return {"critic_grad_norm": norm}
 
-    def _predictions(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """(V - mean) / deviation at the sampled tokens, 0 elsewhere."""
-        mask = batch.response_mask
-        predictions = self.head(hidden[mask].float()).squeeze(-1)
-        return predictions.new_zeros(len(mask)).masked_scatter(mask, predictions)
+    def predictions(self, hidden: Float[Tensor, "R D"], batch: Batch) -> Float[Tensor, " T"]:
+        """(V - mean) / deviation at the sampled tokens, 0 elsewhere, with its graph."""
+        mine = rows_of_rank(batch.response_mask, self.mesh)
+        return at_sampled(self.head(hidden[mine].float()).squeeze(-1), batch.response_mask, self.mesh)
 
 
 def make_critic(policy: GptOss, config: Config, *, mesh: Mesh = ALONE) -> Critic | None:
-    """A new critic of ``policy`` as it is now; None where the advantages need none.
-
-    Raises ConfigError on a mesh of several ranks.
-    """
-    if config.algorithm.normalize_advantages != "gae":
-        return None
-    if mesh.num_ranks > 1:
-        raise ConfigError(
-            f'algorithm.normalize_advantages "gae" runs on one rank so far, and this run has {mesh.num_ranks}'
-        )
-    return Critic(policy, config)
+    """A new critic of ``policy`` as it is now; None where the advantages need none."""
+    return Critic(policy, config, mesh=mesh) if config.algorithm.normalize_advantages == "gae" else None

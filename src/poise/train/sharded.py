@@ -1,8 +1,8 @@
 """Checkpoints of a mesh: each rank writes its parts, in the background; any number of ranks reads them.
 
 A folder ``shards`` in the format of ``torch.distributed.checkpoint`` holds the parameters in float32 and both moments
-of each, by name and whole shape; beside it are config.json, the tokenizer's files and ``trainer_state.pt`` with the
-rest.
+of each, by name and whole shape, those of a critic behind ``critic.``; beside it are config.json, the tokenizer's files
+and ``trainer_state.pt`` with the rest.
 """
 
 import os
@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from poise.model import GptOss
 from poise.model.checkpoint import write_configs
-from poise.parallel import Mesh, fill_part, held_part, local_part
-from poise.parallel.fsdp import gather_before_use
+from poise.parallel import Mesh, fill_part, held_part, local_part, put_away
+from poise.train.critic import Critic
 from poise.train.optimizer import steps_done
 
 SHARDS = "shards"
@@ -49,6 +49,7 @@ def start_saving(
     rest: dict[str, Any],
     save_tokenizer: Callable[[Path], None],
     publish: Callable[[Path, Path], None],
+    critic: Critic | None = None,
 ) -> Saving:
     """Copies this rank's parts and begins to write them; training may go on at once. All ranks must call it.
 
@@ -64,9 +65,12 @@ def start_saving(
         whole.mkdir(parents=True)
         save_tokenizer(whole)
         write_configs(model.config, "fp32", whole)
-        torch.save(rest | {"steps_done": steps_done(optimizer)}, whole / "trainer_state.pt")
+        rest = rest | {"steps_done": steps_done(optimizer)}
+        if critic is not None:
+            rest["critic"] = {"statistics": critic.statistics, "steps_done": steps_done(critic.optimizer)}
+        torch.save(rest, whole / "trainer_state.pt")
     mesh.gather_from_all(None)  # the folder is there, and what was written into it before is not
-    state = _state(model, optimizer, mesh)
+    state = _state(model, optimizer, mesh, critic)
     saved = dcp.async_save(state, checkpoint_id=whole / SHARDS, process_group=mesh.files)
     assert isinstance(saved, Future)
     done: Future[None] = Future()
@@ -89,9 +93,14 @@ def is_sharded(folder: str | os.PathLike[str]) -> bool:
 
 
 def load_sharded(
-    folder: str | os.PathLike[str], *, model: GptOss, optimizer: torch.optim.Optimizer | None, mesh: Mesh
+    folder: str | os.PathLike[str],
+    *,
+    model: GptOss,
+    optimizer: torch.optim.Optimizer | None,
+    mesh: Mesh,
+    critic: Critic | None = None,
 ) -> None:
-    """Fills ``model`` and ``optimizer`` from the parts of whichever mesh wrote them; each rank reads its own.
+    """Fills ``model``, ``optimizer`` and ``critic`` from the parts of whichever mesh wrote them; each rank reads its own.
 
     Raises ValueError where the parts are not those of this model.
     """
@@ -99,7 +108,10 @@ def load_sharded(
     if optimizer is not None:
         rest = torch.load(folder / "trainer_state.pt", map_location="cpu", weights_only=True)
         set_empty_moments(optimizer, rest["steps_done"])
-    state = _state(model, optimizer, mesh)
+        if critic is not None:
+            set_empty_moments(critic.optimizer, rest["critic"]["steps_done"])
+            critic.statistics.copy_(rest["critic"]["statistics"])
+    state = _state(model, optimizer, mesh, critic)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
@@ -131,15 +143,26 @@ def set_empty_moments(optimizer: torch.optim.Optimizer, num_steps: int) -> None:
             }
 
 
-def _state(model: GptOss, optimizer: torch.optim.Optimizer | None, mesh: Mesh) -> dict[str, Tensor]:
+def _state(
+    model: GptOss, optimizer: torch.optim.Optimizer | None, mesh: Mesh, critic: Critic | None
+) -> dict[str, Tensor]:
     """What is saved, under its name: tensors that know which part of which whole they are."""
-    gather_before_use(model)
+    state = _parts("model", "", model, optimizer, mesh)
+    if critic is not None:
+        state |= _parts("critic", "critic.", critic, critic.optimizer, mesh)
+    return state
+
+
+def _parts(
+    kind: str, prefix: str, model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: Mesh
+) -> dict[str, Tensor]:
+    put_away(model)
     state: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        state[f"model.{name}"] = _placed(name, parameter.detach(), mesh)
+        state[f"{kind}.{name}"] = _placed(name, parameter.detach(), mesh)
         if optimizer is not None and parameter in optimizer.state:
             for moment in _MOMENTS:
-                state[f"{moment}.{name}"] = _placed(name, optimizer.state[parameter][moment], mesh)
+                state[f"{prefix}{moment}.{name}"] = _placed(name, optimizer.state[parameter][moment], mesh)
     return state
 
 

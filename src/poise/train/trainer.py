@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from poise.algo.correction import mismatch, rollout_correction
 from poise.algo.losses import aggregation_weights, kl, policy_loss
 from poise.config import AlgorithmConfig, Config, ConfigError, RunError
 from poise.model import GptOss, packed_attend, packed_copy, top_k_route
 from poise.model.gpt_oss import Attend, Route
-from poise.ops.log_probs import token_log_probs
-from poise.parallel import ALONE, Mesh, frozen_copy, padded_borders, rows_of_rank, ulysses, whole_rows
+from poise.parallel import ALONE, Mesh, frozen_copy, gradient_norm, put_away, rows_of_rank, whole_rows
 from poise.train.critic import Critic
+from poise.train.forward import hidden_states, log_probs_of
 from poise.train.optimizer import Schedule, adamw, steps_done, update, warmup_schedule
 from poise.train.replay import recording_route, replay_route
 from poise.train.totals import Totals, correction_means
@@ -40,7 +40,7 @@ class Trainer:
     ``mesh``: the ranks that share the work. Each of them calls the same methods with the same batches, all of a step;
     within, a micro-batch is computed at one place of the mesh, and what comes of it is known to all.
     ``attend``: from ``cu_seqlens`` to the attention that the model is given. ``critic``: of PPO, which ``step`` updates
-    too; it has an optimizer of its own, and a mesh of one rank.
+    too; it has an optimizer of its own, and is split over the same ``mesh``.
     """
 
     def __init__(
@@ -94,27 +94,12 @@ class Trainer:
         model = self.model if model is None else model
         temperature = self.config.rollout.temperature if temperature is None else temperature
         batch = self._to_device(batch)
-        return self._log_probs_from(self._hidden(batch, model, route), batch, model, temperature)
+        hidden = self._hidden(batch, model, route)
+        return log_probs_of(hidden, batch, model.lm_head.weight, self.mesh, temperature=temperature)
 
     def _hidden(self, batch: Batch, model: GptOss, route: Route | None = None) -> Tensor:
         """Hidden states of this rank's rows."""
-        route = route or top_k_route(model.config.experts_per_token)
-        mesh, how = self.mesh, self.config.run.recompute
-        attend = ulysses(self.attend(padded_borders(batch.cu_seqlens, len(batch.input_ids), mesh)), mesh)
-        input_ids, position_ids = (rows_of_rank(x, mesh) for x in (batch.input_ids, batch.position_ids))
-        return model(input_ids, position_ids, attend, route, recompute=how)
-
-    def _log_probs_from(
-        self, hidden: Tensor, batch: Batch, model: GptOss, temperature: float
-    ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
-        num_rows, mesh = len(batch.input_ids), self.mesh
-        target_ids, mask = (rows_of_rank(x, mesh) for x in (batch.target_ids, batch.response_mask))
-        values = token_log_probs(hidden[mask], model.lm_head.weight, target_ids[mask], temperature=temperature)
-        log_probs, entropy = (
-            whole_rows(hidden.new_zeros(len(mask), dtype=v.dtype).masked_scatter(mask, v), num_rows, mesh)
-            for v in values
-        )
-        return log_probs, entropy
+        return hidden_states(model, batch, self.mesh, self.attend, route, recompute=self.config.run.recompute)
 
     @torch.no_grad()
     def with_old_log_probs(self, batches: Sequence[Batch]) -> list[Batch]:
@@ -140,7 +125,9 @@ class Trainer:
     @torch.no_grad()
     def with_ref_log_probs(self, batches: Sequence[Batch], reference: GptOss) -> list[Batch]:
         """Batches that know the frozen reference."""
-        return self._map(lambda b: replace(b, ref_log_probs=self._log_probs_on(b, reference)), batches)
+        known = self._map(lambda b: replace(b, ref_log_probs=self._log_probs_on(b, reference)), batches)
+        put_away(reference)
+        return known
 
     @torch.no_grad()
     def with_values(self, batches: Sequence[Batch]) -> list[Batch]:
@@ -150,13 +137,16 @@ class Trainer:
         """
         if self.critic is None:
             raise ValueError("with_values needs a critic")
-        valued = []
-        for batch in batches:
+        critic, replays = self.critic, self.config.algorithm.replay_routes == "engine"
+
+        def with_values(batch: Batch) -> Batch:
             here = self._to_device(batch)
-            replays = batch.routes is not None and self.config.algorithm.replay_routes == "engine"
-            backbone = self.critic.backbone or self.model
-            hidden = self._hidden(here, backbone, self._route(here) if replays and self.critic.is_shared else None)
-            valued.append(replace(batch, values=self.critic.values(hidden, here).to(batch.input_ids.device)))
+            takes_routes = critic.is_shared and replays and batch.routes is not None
+            hidden = self._hidden(here, critic.backbone or self.model, self._route(here) if takes_routes else None)
+            return replace(batch, values=critic.values(hidden, here).to(batch.input_ids.device))
+
+        valued = self._map(with_values, batches)
+        put_away(critic)
         return valued
 
     def _map(self, function: Callable[[Batch], Batch], batches: Sequence[Batch]) -> list[Batch]:
@@ -226,21 +216,23 @@ class Trainer:
         self, critic: Critic, batches: Sequence[Batch], normalizer: int, num_tokens: int
     ) -> dict[str, float]:
         """On its own backbone: forward and backward over the micro-batches. On the policy's that is done already."""
+        if critic.backbone is None:
+            return critic.update()
         totals = Totals()
-        if critic.backbone is not None:
-            for batch in self._with_response(batches):
-                hidden = self._hidden(batch, critic.backbone)
-                loss, numbers = critic.loss(hidden, batch, self._aggregation_weights(batch)[0])
-                (loss / normalizer).backward()
-                totals.add(**numbers)
-        return totals.per_token(num_tokens) | critic.update()
+        for batch in self._with_response(batches):
+            hidden = self._hidden(batch, critic.backbone)
+            loss, numbers = critic.loss(hidden, batch, self._aggregation_weights(batch)[0])
+            (loss / normalizer).backward()
+            totals.add(**numbers)
+        return Totals.merged(self.mesh.gather(totals.cpu())).per_token(num_tokens) | critic.update()
 
     def _loss(self, batch: Batch, mean_weight: float, totals: "Totals") -> Tensor:
         """The weighted sum of one micro-batch, with its graph; numbers about it go to ``totals``."""
         algorithm, mask = self.config.algorithm, batch.response_mask
         drifted: list[Tensor] = []
         hidden = self._hidden(batch, self.model, self._route(batch, drifted))
-        log_probs, entropy = self._log_probs_from(hidden, batch, self.model, self.config.rollout.temperature)
+        head, temperature = self.model.lm_head.weight, self.config.rollout.temperature
+        log_probs, entropy = log_probs_of(hidden, batch, head, self.mesh, temperature=temperature)
         if drifted:
             whole = whole_rows(torch.stack(drifted, dim=1), len(mask), self.mesh)
             share = whole.sum() / whole.numel()
@@ -337,7 +329,7 @@ class Trainer:
 
     def _left_alone(self) -> dict[str, float]:
         """Forget the gradient."""
-        norm = nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]).item()
+        norm = gradient_norm(self.model, self.mesh)
         self.optimizer.zero_grad()
         return {"grad_norm": norm, "learning_rate": 0.0}
 
@@ -351,7 +343,11 @@ class Trainer:
 
     def _keep_pace(self, batch: Batch) -> None:
         """Forward and backward of nothing, which other ranks wait for: they gather parameters together."""
-        self.log_probs(batch)[0].sum().backward()
+        hidden = self._hidden(batch, self.model)
+        nothing, _ = log_probs_of(hidden, batch, self.model.lm_head.weight, self.mesh, temperature=1.0)
+        if self.critic is not None and self.critic.is_shared:
+            nothing = nothing + self.critic.predictions(hidden, batch)
+        nothing.sum().backward()
 
     def _log_probs_on(self, batch: Batch, model: GptOss, route: Route | None = None) -> Tensor:
         log_probs, _ = self.log_probs(batch, model=model, route=route)

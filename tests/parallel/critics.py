@@ -3,7 +3,15 @@
 import torch
 from ranks import LENGTHS, split_model, trajectories_of, whole_model, whole_tensors
 
-from poise.config import AlgorithmConfig, Config, CriticConfig, OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig
+from poise.config import (
+    AlgorithmConfig,
+    Config,
+    CriticConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from poise.loop import Rollout, train
 from poise.parallel import ALONE, fill_part, local_part, make_mesh
 from poise.train.critic import make_critic
@@ -29,7 +37,7 @@ def config_of(critic, *, recompute="none", **algorithm):
             **{"normalize_advantages": "gae", "max_mismatch": 1e9, "entropy_weight": 0.1, **algorithm}
         ),
         critic=CriticConfig(**{"gamma": 0.95, "lam": 0.9, "learning_rate": 1e-2, **critic}),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0, max_grad_norm=0.5, weight_decay=0.1),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=0, max_grad_norm=0.5, weight_decay=0.1),
         rollout=RolloutConfig(max_context_tokens=MICRO_BATCH, max_action_tokens=30),
         run=RunConfig(tokens_per_microbatch=MICRO_BATCH, recompute=recompute),
     )
@@ -38,10 +46,8 @@ def config_of(critic, *, recompute="none", **algorithm):
 CASES = {
     "own": config_of({"normalize_returns": "popart"}, updates_per_batch=2),
     "own, first alone": config_of({"pretrain_steps": 1}, recompute="block", aggregation="sequence"),
-    "shared": config_of({"backbone": "shared", "value_weight": 0.7}),
-    "shared, replayed routes": config_of(
-        {"backbone": "shared", "normalize_returns": "popart"}, updates_per_batch=2, replay_routes="trainer",
-        recompute="experts",
+    "shared": config_of(
+        {"backbone": "shared", "value_weight": 0.7}, updates_per_batch=2, replay_routes="trainer", recompute="experts"
     ),
 }  # fmt: skip
 
@@ -82,7 +88,7 @@ def steps(trainer, first, last):
     return numbers
 
 
-def contents(trainer, mesh):
+def contents(trainer, mesh, parts=("", "exp_avg", "exp_avg_sq")):
     """Parameters and moments of policy and critic, whole, and the critic's statistics."""
     found = {"statistics": trainer.critic.statistics.clone()}
     for kind, module, optimizer in (
@@ -90,7 +96,7 @@ def contents(trainer, mesh):
         ("critic", trainer.critic, trainer.critic.optimizer),
     ):
         named = dict(module.named_parameters())
-        for part in ("", "exp_avg", "exp_avg_sq"):
+        for part in parts:
             tensors = ((name, optimizer.state[p][part] if part else p) for name, p in named.items())
             found |= {f"{kind} {part} {name}": x for name, x in whole_tensors(tensors, _split(mesh)).items()}
     return found
@@ -100,7 +106,7 @@ def _split(mesh):
     return None if mesh.shards is None else mesh
 
 
-def trained(mesh, config, num_steps=4):
+def trained(mesh, config, num_steps=3):
     """Values and every first gradient; numbers of all steps; what is there in the end."""
     trainer, gradients = trainer_on(mesh, config), {}
 
@@ -114,14 +120,12 @@ def trained(mesh, config, num_steps=4):
         ("critic", trainer.critic, trainer.critic.optimizer),
     ):
         optimizer.register_step_pre_hook(lambda *_, kind=kind, module=module: keep(kind, module))
-    batches = pack(
-        trajectories_of(LENGTHS, REWARDS), torch.zeros(len(LENGTHS)), tokens_per_microbatch=MICRO_BATCH
-    )
+    batches = pack(trajectories_of(LENGTHS, REWARDS), torch.zeros(len(LENGTHS)), tokens_per_microbatch=MICRO_BATCH)
     return {
         "values": [batch.values for batch in trainer.with_values(batches)],
         "metrics": steps(trainer, 1, num_steps),
         "gradients": gradients,
-        "contents": contents(trainer, mesh),
+        "parameters": contents(trainer, mesh, parts=("",)),
         "held": sum(local_part(p).numel() for p in trainer.critic.parameters()),
     }
 

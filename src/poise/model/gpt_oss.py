@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -112,10 +112,12 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.zeros(experts, width, channels))
         self.down_proj_bias = nn.Parameter(torch.zeros(experts, channels))
         self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+        self.num_sharing = 1  # ranks that share the rows of a micro-batch
 
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         weights = (self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias)
-        return routed_experts(x, *weights, expert_ids, expert_weights, alpha=self.alpha, limit=self.limit)
+        options: dict[str, Any] = {"alpha": self.alpha, "limit": self.limit, "num_sharing": self.num_sharing}
+        return routed_experts(x, *weights, expert_ids, expert_weights, **options)
 
 
 class Mlp(nn.Module):

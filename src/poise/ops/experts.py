@@ -43,6 +43,7 @@ def routed_experts(
     limit: float = 7.0,
     kernel: str = "auto",
     max_tokens_per_chunk: int | None = None,
+    num_sharing: int = 1,
 ) -> Float[Tensor, "T D"]:
     """The weighted sum of each token's experts.
 
@@ -57,7 +58,8 @@ def routed_experts(
 
     ``max_tokens_per_chunk``: the rows of so many tokens (A each) exist at once, and no gate and up are kept for the
     backward pass; None: "loop" holds about 1024 rows or 4 MiB, the larger, and "grouped" all of them, at most
-    1.5 T A (D + 2F) elements beside operands, result and gradients.
+    1.5 T A (D + 2F) elements beside operands, result and gradients. ``num_sharing``: ranks that share the rows of a
+    micro-batch, each of which keeps its share for the backward pass of what one alone would.
 
     Two runs on the same input give the same bits. Raises ValueError for an expert id outside 0..E-1 (on GPUs the
     device raises), operands that do not fit together, a kernel that is unknown or does not fit them.
@@ -72,7 +74,10 @@ def routed_experts(
         return _reference(x, gate_up, gate_up_bias, down, down_bias, expert_ids, expert_weights, alpha, limit)
     weights = (gate_up, gate_up_bias, down, down_bias)
     max_rows = None if max_tokens_per_chunk is None else max_tokens_per_chunk * max(1, expert_ids.shape[1])
-    return _RoutedExperts.apply(x, *weights, expert_ids, expert_weights, alpha, limit, kernel == "grouped", max_rows)
+    is_grouped = kernel == "grouped"
+    return _RoutedExperts.apply(
+        x, *weights, expert_ids, expert_weights, alpha, limit, is_grouped, max_rows, num_sharing
+    )
 
 
 def unavailable_reason(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -148,6 +153,7 @@ class _RoutedExperts(torch.autograd.Function):
         limit: float,
         is_grouped: bool,
         max_rows: int | None,
+        num_sharing: int,
     ) -> Tensor:
         flat_ids, num_active = expert_ids.reshape(-1), expert_ids.shape[1]
         order = torch.argsort(flat_ids, stable=True)
@@ -157,7 +163,8 @@ class _RoutedExperts(torch.autograd.Function):
         # Products of half types are about 100 times slower than float32's on CPUs without instructions for them.
         dtype = x.dtype if x.is_cuda or is_grouped else _sum_dtype(x)
         is_kept = any(ctx.needs_input_grad) and max_rows is None and not is_grouped
-        room = room_to_keep(gate_up.shape, len(order), is_packed=isinstance(gate_up, Mxfp4Stack)) if is_kept else 0
+        is_packed = isinstance(gate_up, Mxfp4Stack)
+        room = room_to_keep(gate_up.shape, len(order), num_sharing, is_packed=is_packed) if is_kept else 0
         kept = []
         out = torch.zeros(x.shape, dtype=_sum_dtype(x), device=x.device)
         for span in spans:
@@ -230,7 +237,7 @@ class _RoutedExperts(torch.autograd.Function):
             _rounded(grad_down_bias, down_bias),
             None,
             None if grad_weights is None else _rounded(grad_weights.view_as(expert_weights), expert_weights),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
@@ -242,11 +249,14 @@ def _spans(flat_ids: Tensor, order: Tensor, shape: torch.Size, is_grouped: bool,
     return spans_of_counts(counts, max_rows or rows_per_span(channels, wide // 2))
 
 
-def room_to_keep(shape: Sequence[int], num_rows: int, *, is_packed: bool) -> int:
-    """Elements of gate and up that are kept for the backward pass; ``shape`` [E, D, 2F] is that of their weights."""
+def room_to_keep(shape: Sequence[int], num_rows: int, num_sharing: int = 1, *, is_packed: bool) -> int:
+    """Elements of gate and up that are kept for the backward pass; ``shape`` [E, D, 2F] is that of their weights.
+
+    ``num_rows`` are this rank's, of ``num_sharing`` ranks that share a micro-batch.
+    """
     experts, channels, wide = shape
     of_weights = 0 if is_packed else experts * channels * wide
-    return max(MAX_KEPT, max(num_rows * wide, of_weights) // 4)
+    return max(MAX_KEPT // num_sharing, num_rows * wide // 4, of_weights // 4 // num_sharing)
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:

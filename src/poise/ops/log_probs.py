@@ -19,13 +19,15 @@ def token_log_probs(
     target_ids: Int[Tensor, " T"],
     *,
     temperature: float = 1.0,
+    num_sharing: int = 1,
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
     """log p(target) and entropy, in nats, of softmax(hidden lm_head^T / temperature).
 
     log p_t = z_target - logsumexp(z); H = -sum_j p_j log p_j. Both are float32 (float64 for float64 operands) and carry
     gradients. Logits exist for one tile of rows and vocabulary at a time, in the backward pass too, which computes them
-    again; half types are computed in float32, the head's rows of one tile at a time. Raises ValueError for a
-    temperature that is not positive, a target outside 0..V-1 and operands that do not fit.
+    again; half types are computed in float32, the head's rows of one tile at a time. ``num_sharing``: ranks
+    that share the rows of a micro-batch, and with them the memory of its tiles. Raises ValueError for a temperature
+    that is not positive, a target outside 0..V-1 and operands that do not fit.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -41,7 +43,7 @@ def token_log_probs(
         low, high = (int(x) for x in target_ids.aminmax())
         if low < 0 or high >= len(lm_head):
             raise ValueError(f"target_ids must be 0..{len(lm_head) - 1}, got {low if low < 0 else high}")
-    log_probs, entropy = _TokenLogProbs.apply(hidden, lm_head, target_ids.long(), temperature)
+    log_probs, entropy = _TokenLogProbs.apply(hidden, lm_head, target_ids.long(), temperature, num_sharing)
     return log_probs, entropy
 
 
@@ -61,15 +63,21 @@ def _widen(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _tiles(num_rows: int, vocabulary: int) -> tuple[list[slice], list[slice]]:
+def tile_shape(num_rows: int, vocabulary: int, num_sharing: int = 1) -> tuple[int, int]:
+    """(rows, columns of the vocabulary) of a tile."""
+    max_logits = MAX_LOGITS // num_sharing
+    columns = max(1, min(vocabulary, max_logits // max(1, min(num_rows, TILE_ROWS))))
+    return min(num_rows, max(1, max_logits // columns)), columns
+
+
+def _tiles(num_rows: int, vocabulary: int, num_sharing: int) -> tuple[list[slice], list[slice]]:
     """How rows and vocabulary are cut."""
-    columns = max(1, min(vocabulary, MAX_LOGITS // max(1, min(num_rows, TILE_ROWS))))
-    rows = max(1, MAX_LOGITS // columns)
+    rows, columns = tile_shape(num_rows, vocabulary, num_sharing)
     return _cuts(num_rows, rows), _cuts(vocabulary, columns)
 
 
 def _cuts(total: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+    return [slice(start, min(start + size, total)) for start in range(0, total, max(1, size))]
 
 
 def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
@@ -88,12 +96,12 @@ class _TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, lm_head: Tensor, target_ids: Tensor, temperature: float
+        ctx: Any, hidden: Tensor, lm_head: Tensor, target_ids: Tensor, temperature: float, num_sharing: int
     ) -> tuple[Tensor, Tensor]:
         # Running over the vocabulary: largest logit, sum of exp(z - largest), and of exp(z - largest) z.
         largest = torch.full((len(hidden),), -torch.inf, dtype=_sum_dtype(hidden), device=hidden.device)
         total, weighted, target_logits = (torch.zeros_like(largest) for _ in range(3))
-        row_tiles, column_tiles = _tiles(len(hidden), len(lm_head))
+        row_tiles, column_tiles = _tiles(len(hidden), len(lm_head), num_sharing)
         for columns in column_tiles:
             head = _widen(lm_head[columns])
             for rows in row_tiles:
@@ -106,10 +114,11 @@ class _TokenLogProbs(torch.autograd.Function):
                 largest[rows] = new_largest
                 total[rows] = total[rows] * shrink + exps.sum(dim=1)
                 weighted[rows] = weighted[rows] * shrink + exps.mul_(logits).sum(dim=1)
+                del logits, exps  # before the next ones come
         lse = largest + total.log()
         entropy = lse - weighted / total
         ctx.save_for_backward(hidden, lm_head, target_ids, lse, entropy)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.num_sharing = temperature, num_sharing
         ctx.set_materialize_grads(False)
         return target_logits - lse, entropy
 
@@ -119,10 +128,10 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden, lm_head, target_ids, lse, entropy = ctx.saved_tensors
         needs_hidden, needs_head = ctx.needs_input_grad[:2]
         if grad_log_probs is None and grad_entropy is None:
-            return None, None, None, None
+            return (None,) * 5
         grad_hidden = torch.zeros_like(hidden, dtype=_sum_dtype(hidden)) if needs_hidden else None
         grad_head = torch.zeros_like(lm_head) if needs_head else None
-        row_tiles, column_tiles = _tiles(len(hidden), len(lm_head))
+        row_tiles, column_tiles = _tiles(len(hidden), len(lm_head), ctx.num_sharing)
         for columns in column_tiles:
             head = _widen(lm_head[columns])
             grad_columns = None
@@ -142,6 +151,7 @@ class _TokenLogProbs(torch.autograd.Function):
                     if grad_log_probs is not None:
                         factor.sub_(grad_log_probs[rows, None])
                     grad.mul_(factor)
+                    del factor
                 if grad_log_probs is not None:
                     is_here, place = _place_in(columns, target_ids[rows])
                     grad.scatter_add_(1, place, torch.where(is_here, grad_log_probs[rows], 0)[:, None])
@@ -151,9 +161,10 @@ class _TokenLogProbs(torch.autograd.Function):
                     grad_hidden[rows].addmm_(grad, head)
                 if grad_columns is not None:
                     grad_columns.addmm_(grad.t(), wide)
+                del log_p, grad  # before the next ones come
             if grad_head is not None and grad_columns is not None and not is_same_type:
                 grad_head[columns] = grad_columns
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_head, None, None
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_head, None, None, None
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:

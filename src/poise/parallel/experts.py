@@ -6,6 +6,7 @@ are.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,8 @@ class ShardedExperts(Experts):
         weights = exchange(expert_weights.reshape(-1, 1).index_select(0, order), send, receive, group)
         ids = exchanged((flat_ids % num_mine)[order][:, None], send, receive, group)
         stacks = (self.gate_up_proj, self.gate_up_proj_bias, self.down_proj, self.down_proj_bias)
-        out = routed_experts(rows, *stacks, ids, weights, alpha=self.alpha, limit=self.limit)
+        options: dict[str, Any] = {"alpha": self.alpha, "limit": self.limit, "num_sharing": self.num_sharing}
+        out = routed_experts(rows, *stacks, ids, weights, **options)
         back = exchange(out, receive, send, group)
         return back.index_select(0, torch.argsort(order)).view(num_tokens, num_active, -1).sum(dim=1)
 

@@ -42,10 +42,11 @@ def empty_model(config: GptOssConfig, mesh: Mesh, *, has_head: bool = True) -> G
         model = GptOss(config)
         if not has_head:
             del model.lm_head
-        if mesh.expert > 1:
-            for block in model.model.layers:
-                assert isinstance(block, Block)
+        for block in model.model.layers:
+            assert isinstance(block, Block)
+            if mesh.expert > 1:
                 block.mlp.experts = ShardedExperts(config, mesh)
+            block.mlp.experts.num_sharing = mesh.sequence
     assert mesh.shards is not None
     assert mesh.expert_shards is not None
     expert_shards = mesh.expert_shards["shard"]

@@ -15,7 +15,7 @@ from poise.model import GptOss, GptOssConfig, require_packable
 from poise.ops.attention_cpu import MIN_BLOCK
 from poise.ops.experts import room_to_keep
 from poise.ops.experts_rows import MAX_BLOCK, rows_per_span
-from poise.ops.log_probs import MAX_LOGITS, TILE_ROWS
+from poise.ops.log_probs import tile_shape
 from poise.ops.mxfp4 import BLOCK
 from poise.plan.tables import Items, Mesh, Plan
 
@@ -264,7 +264,8 @@ class _Sizes:
         model = self.model
         routed, span = self._spans(self.rows)
         wide = 2 * model.intermediate_size
-        room = room_to_keep((model.num_experts, model.hidden_size, wide), routed, is_packed=False)
+        shape = model.num_experts // self.mesh.expert, model.hidden_size, wide
+        room = room_to_keep(shape, routed, self.mesh.sequence, is_packed=False)
         kept = routed if routed * wide <= room else min(routed, room // (span * wide) * span)
         inner = kept * wide * self.width + routed * (2 * INDEX + 2 * WIDE)
         return {"experts": 3 * self._stream() + inner + self._ids() + self._exchanged(1)}
@@ -310,15 +311,14 @@ class _Sizes:
         return int(self.rows * (2.5 * self._q + 2 * self._kv) * max(self.width, WIDE))
 
     def _log_prob_tiles(self) -> int:
-        """Tiles of logits in the forward, the one before still among them."""
-        vocabulary = self.model.vocab_size
-        columns = max(1, min(vocabulary, MAX_LOGITS // max(1, min(self.rows, TILE_ROWS))))
-        return 3 * min(self.rows, max(1, MAX_LOGITS // columns)) * columns * WIDE
+        """Two tiles of logits, in the forward."""
+        rows, columns = tile_shape(self.rows, self.model.vocab_size, self.mesh.sequence)
+        return 2 * rows * columns * WIDE
 
     def _log_probs(self) -> int:
         """In the backward the head's new gradient comes beside its sum."""
-        tiles = 3 if self.config.algorithm.entropy_weight else 2
-        return max(self._log_prob_tiles(), tiles * self._log_prob_tiles() // 3 + self.head * self.width)
+        tiles = 2 if self.config.algorithm.entropy_weight else 1
+        return max(self._log_prob_tiles(), tiles * self._log_prob_tiles() // 2 + self.head * self.width)
 
     def _at_log_probs(self) -> Items:
         grads = self._gradients(self.model.num_layers)

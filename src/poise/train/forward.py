@@ -33,7 +33,9 @@ def log_probs_of(
 ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
     """Log-probs of the sampled tokens and entropies, of all rows, on each of the ranks that share them; 0 elsewhere."""
     target_ids, mask = (rows_of_rank(x, mesh) for x in (batch.target_ids, batch.response_mask))
-    log_probs, entropy = token_log_probs(hidden[mask], lm_head, target_ids[mask], temperature=temperature)
+    log_probs, entropy = token_log_probs(
+        hidden[mask], lm_head, target_ids[mask], temperature=temperature, num_sharing=mesh.sequence
+    )
     return at_sampled(log_probs, batch.response_mask, mesh), at_sampled(entropy, batch.response_mask, mesh)
 
 

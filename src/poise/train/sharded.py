@@ -100,9 +100,9 @@ def load_sharded(
     mesh: Mesh,
     critic: Critic | None = None,
 ) -> None:
-    """Fills ``model``, ``optimizer`` and ``critic`` from the parts of whichever mesh wrote them; each rank reads its own.
+    """Fills ``model``, ``optimizer`` and ``critic`` from the parts of whichever mesh wrote them.
 
-    Raises ValueError where the parts are not those of this model.
+    Each rank reads its own. Raises ValueError where the parts are not those of this model.
     """
     folder = Path(folder)
     if optimizer is not None:

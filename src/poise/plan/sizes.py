@@ -5,6 +5,8 @@ accumulate; bfloat16 as GPUs run it; tokens spread evenly over the experts of ra
 interpreter and the libraries take for themselves is not counted.
 """
 
+from math import gcd
+
 import torch
 
 from poise.config import Config, ConfigError
@@ -231,7 +233,8 @@ class _Sizes:
         if num_layers and any(w is not None for w in model.windows) and window < self.config.rollout.max_context_tokens:
             block = max(window, MIN_BLOCK)
             masks = 2 if self.accumulates else 1  # those of the micro-batch before are remembered
-            total["attention"] = total.get("attention", 0) + masks * self.rows * (window - 1 + block) * WIDE
+            rows = self.rows * self.mesh.sequence  # attention sees them all
+            total["attention"] = total.get("attention", 0) + masks * rows * (window - 1 + block) * WIDE
         return total
 
     def _stream(self) -> int:
@@ -253,6 +256,10 @@ class _Sizes:
             block = max(window, MIN_BLOCK)
             overlap = (window - 1 + block) / block
         heads = 2 * self._q + 2 * overlap * self._kv
+        if (degree := self.mesh.sequence) > 1:
+            # The result once more as it comes back to this rank's rows; keys and values that fewer heads share.
+            copies = degree // gcd(self.model.num_kv_heads, degree)
+            heads += self._q + 2 * overlap * self._kv * (copies - 1)
         return {
             "attention": 3 * self._stream()
             + int(self.rows * heads * self.width)

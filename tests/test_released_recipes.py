@@ -58,12 +58,17 @@ def metrics_in(folder):
     return [json.loads(line) for line in (inside / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_shrunk_recipe_runs_on_its_mesh(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "-m", "poise"]
-    command += ["train", "gpt_oss_20b", "--shrink", f"--task.data={rows_in(tmp_path)}", f"--run.folder={tmp_path}/runs"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+def launched(num_ranks, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    done = subprocess.run([*command, "-m", "poise", *arguments], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "mesh: data 1 x sequence 2 x expert 2" in done.stdout
+    return done.stdout
+
+
+def test_the_shrunk_recipe_runs_on_its_mesh(tmp_path):
+    arguments = [f"--task.data={rows_in(tmp_path)}", f"--run.folder={tmp_path}/runs"]
+    printed = launched(4, "train", "gpt_oss_20b", "--shrink", *arguments)
+    assert "mesh: data 1 x sequence 2 x expert 2" in printed
     steps = metrics_in(tmp_path / "runs")
     assert [step["step"] for step in steps] == [1, 2]
     # Random weights over the bytes: trainer and engine agree on a nearly even distribution.
@@ -71,10 +76,28 @@ def test_the_shrunk_recipe_runs_on_its_mesh(tmp_path):
     assert steps[0]["entropy"] == pytest.approx(math.log(262), abs=0.05)
 
 
-def test_a_shrunk_recipe_runs_on_one_process(tmp_path):
-    one = ["--sequence-degree=1", "--expert-degree=1", f"--run.folder={tmp_path}/runs"]
-    assert run(["train", "gpt_oss_120b_verifyif", "--shrink", *one]) == 0
-    assert [step["step"] for step in metrics_in(tmp_path / "runs")] == [1, 2]
+@pytest.mark.parametrize(
+    ("recipe", "degrees"),
+    [
+        ("gpt_oss_20b_retool", {"data": 2, "sequence": 1, "expert": 1}),
+        ("gpt_oss_120b_verifyif", {"data": 1, "sequence": 2, "expert": 1}),
+    ],
+    ids=["20b_retool, data 2", "120b_verifyif, sequence 2"],
+)
+def test_a_shrunk_recipe_gives_two_ranks_the_numbers_of_one_process(tmp_path, recipe, degrees):
+    arguments = ["train", recipe, "--shrink", "--run.steps=1"]
+    if "verifyif" not in recipe:
+        arguments.append(f"--task.data={rows_in(tmp_path)}")
+    one = ["--sequence-degree=1", "--expert-degree=1", f"--run.folder={tmp_path}/one"]
+    assert run([*arguments, *one]) == 0
+    two = [f"--{name}-degree={degree}" for name, degree in degrees.items()]
+    printed = launched(2, *arguments, *two, f"--run.folder={tmp_path}/two")
+    assert "mesh: " + " x ".join(f"{name} {degree}" for name, degree in degrees.items()) in printed
+    (ours,), (theirs,) = metrics_in(tmp_path / "two"), metrics_in(tmp_path / "one")
+    assert ours["mismatch_mean"] < 1e-6
+    for name, value in theirs.items():
+        if not name.endswith("_s"):  # times
+            assert ours[name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
 
 
 def test_shrink_belongs_to_a_recipe(capsys, tmp_path):

@@ -25,8 +25,11 @@ lint: $(INSTALLED)
 
 # Environments of other projects, each with its own idea of common dependencies: apart from .venv, and on top of it.
 ADAPTERS := .venv-adapters
-test-adapters: $(INSTALLED) $(ADAPTERS)/.installed
+# verifiers wants another mcp than poise's, and plays its environments in processes of its own anyway.
+VERIFIERS := .venv-verifiers
+test-adapters: $(INSTALLED) $(ADAPTERS)/.installed $(VERIFIERS)/.installed
 	PYTHONPATH=src $(ADAPTERS)/bin/python -m pytest tests/envs/test_real_partners.py
+	$(BIN)/python -m pytest tests/envs/test_verifiers.py tests/envs/test_verifiers_endpoint.py
 
 $(ADAPTERS)/.installed: $(INSTALLED) Makefile
 	$(BIN)/python -m venv --clear $(ADAPTERS)
@@ -35,6 +38,12 @@ $(ADAPTERS)/.installed: $(INSTALLED) Makefile
 	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		gem-llm==0.1.0 openenv-core==0.3.0 msgspec==0.23.0 nltk==3.10.4
 	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check fastmcp==4.2.3 fastapi==0.165.0 uvicorn==0.54.0
+	touch $@
+
+$(VERIFIERS)/.installed: Makefile
+	$(PYTHON) -m venv --clear $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0 renderers==0.1.12 uv
+	touch $@
 
 # vLLM for CPUs and poise's plugin for it, in $(VLLM_VENV).
 vllm: $(VLLM_INSTALLED)
@@ -56,4 +65,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(ADAPTERS) $(VLLM_VENV)
+	rm -rf $(VENV) $(ADAPTERS) $(VERIFIERS) $(VLLM_VENV)

@@ -20,6 +20,14 @@ torch.set_num_threads(1)
 WATCHED = {"ops", "model"}
 
 
+@pytest.fixture(scope="session")
+def o200k_folder() -> Path:
+    """A folder with ``o200k_base.tiktoken`` (as openai-harmony wants it) and ``tokenizer.json``."""
+    from o200k import o200k_files
+
+    return o200k_files()
+
+
 @pytest.fixture(autouse=True)
 def generators_are_seeded():
     random.seed(0)

@@ -12,7 +12,7 @@ import torch
 from poise.config import Config, ConfigError, ModelConfig
 from poise.console import Console
 from poise.engine import EmbeddedEngine, GatheredEngine
-from poise.envs import make_task
+from poise.envs import make_task, takes_sandbox
 from poise.envs.env import Task
 from poise.harmony import HarmonyTokenizer, Renderer, byte_tokenizer
 from poise.model import GptOss, GptOssConfig, RopeConfig, load_model
@@ -81,9 +81,9 @@ def sandbox_walls(config: Config) -> dict[str, Any]:
 
     Raises ConfigError where the task runs code and nothing does.
     """
-    if config.task.name == "custom":
-        return {"protection": "as task.factory decides"}
-    if not config.task.runs_code:
+    if not takes_sandbox(config.task):
+        if config.task.name == "custom":
+            return {"protection": "as task.factory decides"}
         return {"protection": f"not used: task {config.task.name} runs no code"}
     try:
         walls = Sandbox.from_config(config.sandbox).walls()

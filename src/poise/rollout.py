@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from poise.config import RolloutConfig
 from poise.envs.env import Env, Outcome
 from poise.harmony import ParseError, Renderer, parse
-from poise.seeding import derive_seed
+from poise.seeding import EPISODE_SEED, derive_seed
 from poise.types import Action, Policy, Stop, Trajectory, Turn
 
 log = logging.getLogger(__name__)
@@ -48,8 +48,25 @@ async def run_episode(
     """One episode as one Trajectory, or several where the environment restarts the stream.
 
     Every limit, every malformed action and every failure of the environment becomes a ``Stop``; only a failure of the
-    policy is raised. The reward is the environment's, also after a limit; 0 for ENV_ERROR.
+    policy is raised. The reward is the environment's, also after a limit; 0 for ENV_ERROR. ``seed``: of what the policy
+    samples, and as ``EPISODE_SEED`` of what the environment draws.
     """
+    token = EPISODE_SEED.set(seed)
+    try:
+        return await _episode(make_env, policy, renderer, group_id, episode_id, seed, limits)
+    finally:
+        EPISODE_SEED.reset(token)
+
+
+async def _episode(
+    make_env: Callable[[], Env],
+    policy: Policy,
+    renderer: Renderer,
+    group_id: int,
+    episode_id: str,
+    seed: int,
+    limits: Limits,
+) -> list[Trajectory]:
     streams = [_Stream()]
     outcome = Outcome(reward=0.0)
     try:

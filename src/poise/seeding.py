@@ -1,9 +1,13 @@
 """Randomness as pure functions of the run's seed and a place in the run: whatever is resumed sees the same numbers."""
 
+from contextvars import ContextVar
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
+
+EPISODE_SEED: ContextVar[int | None] = ContextVar("EPISODE_SEED", default=None)
+"""Of the episode that runs in this context, for what an environment draws: tools started by it inherit it."""
 
 
 def derive_seed(*parts: int) -> int:

@@ -3,7 +3,7 @@
 import pytest
 
 from poise.cli import run
-from poise.config import ConfigError, TaskConfig
+from poise.config import ConfigError, SandboxConfig, TaskConfig
 from poise.envs import make_task
 
 MODULE = """
@@ -28,6 +28,11 @@ def make_task():
 
 def nothing():
     return object()
+
+def make_boxed(sandbox):
+    task = Squares()
+    task.sandbox = sandbox
+    return task
 """
 
 
@@ -90,3 +95,17 @@ def test_keys_of_the_built_in_tasks_are_refused(in_folder, capsys):
     keys = "--task custom --task.factory my_fourth:make_task --task.num-test-rows 3"
     assert run(["train", "arithmetic_tiny", *keys.split()]) == 2
     assert "task.num-test-rows does nothing for task custom" in capsys.readouterr().err
+
+
+def test_a_factory_with_the_parameter_is_given_the_sandbox(in_folder):
+    in_folder("my_fifth")
+    keys = SandboxConfig(memory_mib=100)
+    task = make_task(TaskConfig(name="custom", factory="my_fifth:make_boxed"), keys)
+    assert task.sandbox == keys
+
+
+def test_keys_of_the_sandbox_are_refused_where_nothing_takes_them(in_folder, capsys):
+    in_folder("my_sixth")
+    keys = "--task custom --task.factory my_sixth:make_task --sandbox.memory-mib 100"
+    assert run(["train", "arithmetic_tiny", *keys.split()]) == 2
+    assert "sandbox keys do nothing here: task.factory my_sixth:make_task has no parameter" in capsys.readouterr().err

@@ -7,10 +7,15 @@ from typing import Any, Literal
 import pytest
 from transformers.utils import get_json_schema
 
+from poise.envs.env import Observation, Outcome
 from poise.envs.schema import check_arguments, declaration_of
 from poise.envs.tools import CallableTool, PythonTool, ToolServerError, answer_calls
-from poise.harmony.messages import Message, Role, analysis, tool_result
+from poise.harmony import Renderer, byte_tokenizer
+from poise.harmony.messages import Conversation, Message, Role, analysis, final, tool_result, user
+from poise.rollout import Limits as RolloutLimits
+from poise.rollout import run_group
 from poise.sandbox import Limits
+from poise.types import Action
 
 
 def call(recipient: str, content: str, channel: str | None = "commentary") -> Message:
@@ -297,24 +302,57 @@ def test_python_tool_has_a_time_limit():
     assert errors == [True]
 
 
-def test_python_tool_repeats_an_episode():
-    async def episode(*cells):
-        tool = PythonTool()
-        texts = [(await tool(cell)).text for cell in cells]
-        await tool.close()
-        await tool.close()  # a second time does nothing
-        return texts
+DRAWN = "import random\nimport numpy as np\n(random.random(), float(np.random.rand()))"
 
-    async def episodes():
-        draw = "import random\nimport numpy as np"
-        first = await episode(draw, "(random.random(), float(np.random.rand()))")
-        again = await episode(draw, "(random.random(), float(np.random.rand()))")
-        other = await episode(draw + "  # 2", "(random.random(), float(np.random.rand()))")
-        return first, again, other
 
-    first, again, other = asyncio.run(episodes())
+def test_python_tool_draws_by_the_seed_of_the_episode():
+    class Draws:
+        """Two interpreters that run the same cell twice; the reward is a number that the policy's code drew."""
+
+        def __init__(self):
+            self.tools, self.drawn = (PythonTool(), PythonTool()), []
+
+        async def reset(self):
+            return Conversation(messages=(user("Draw."),))
+
+        async def step(self, messages):
+            for tool in self.tools:
+                self.drawn += [(await tool(DRAWN)).text for _ in range(2)]
+            return Observation(is_done=True)
+
+        async def outcome(self):
+            return Outcome(reward=0.0)
+
+        async def close(self):
+            for tool in self.tools:
+                await tool.close()
+                await tool.close()  # a second time does nothing
+
+    renderer = Renderer(byte_tokenizer())
+
+    async def policy(token_ids, *, episode_id, seed, max_tokens):
+        ids = renderer._action([final("")])
+        return Action(token_ids=tuple(ids), log_probs=(-1.0,) * len(ids), is_stopped=True)
+
+    async def group(seed):
+        envs = []
+
+        def make_env():
+            envs.append(Draws())
+            return envs[-1]
+
+        limits = RolloutLimits(max_turns=1, max_action_tokens=9, max_context_tokens=99)
+        await run_group(make_env, policy, renderer, group_id=0, group_size=2, seed=seed, limits=limits)
+        return [env.drawn for env in envs]
+
+    first, again, other = (asyncio.run(group(seed)) for seed in (5, 5, 6))
     assert first == again
-    assert first != other
+    # Of two groups of two episodes each differs from the others, though all ran the same code.
+    drawn = [*first, *other]
+    assert len({tuple(texts) for texts in drawn}) == 4
+    for texts in drawn:
+        assert texts[:2] == texts[2:]  # both interpreters of an episode have its seed
+        assert texts[0] != texts[1]  # and go on drawing
 
 
 def test_results_are_addressed_to_the_assistant():

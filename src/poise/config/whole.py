@@ -51,7 +51,7 @@ class Config:
             "token",
         )
         require(
-            self.task.runs_code or self.sandbox == SandboxConfig(),
+            self.task.runs_code or self.task.name == "custom" or self.sandbox == SandboxConfig(),
             f"sandbox keys do nothing here: task {self.task.name} runs no code of its own",
         )
         has_group_of_one = not self.algorithm.has_group_baseline and self.algorithm.max_resamples == 0

@@ -4,7 +4,7 @@ import base64
 import binascii
 import io
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,16 +72,23 @@ def checked_log_prob(value: object, *, where: str) -> float:
 
 
 def decoded_routes(
-    text: str | None, *, where: str, num_rows: int, num_layers: int, experts_per_token: int
+    sent: object, *, where: str, num_rows: int, num_layers: int, experts_per_token: int
 ) -> NDArray[np.int16] | None:
-    """int16 [rows, layers, A] from base64 of a .npy file; row i holds the experts that input i was sent to, which
-    predicted token i + 1. None where the server sends none. Raises EngineError for any other shape or content."""
-    if text is None:
+    """int16 [rows, layers, A] from what a server sent; row i holds the experts that input i was sent to, which
+    predicted token i + 1. None where the server sends none. Raises EngineError for any other shape or content.
+
+    ``sent``: base64 of a .npy file, as vLLM writes it, or what ``encoded_routes`` makes.
+    """
+    if sent is None:
         return None
     try:
-        routes = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-    except (ValueError, EOFError, OSError, binascii.Error) as error:
-        raise EngineError(f"{where}: its routed experts are no base64 of a .npy file: {error}") from error
+        if isinstance(sent, Mapping):
+            raw = base64.b64decode(sent["data"], validate=True)
+            routes = np.frombuffer(raw, np.dtype(sent["dtype"])).reshape(sent["shape"])
+        else:
+            routes = np.load(io.BytesIO(base64.b64decode(sent, validate=True)), allow_pickle=False)  # type: ignore[arg-type]
+    except (ValueError, EOFError, OSError, TypeError, KeyError, binascii.Error) as error:
+        raise EngineError(f"{where}: its routed experts are no base64 of a .npy file or an array: {error}") from error
     expected = (num_rows, num_layers, experts_per_token)
     if routes.shape != expected:
         raise EngineError(
@@ -95,11 +102,16 @@ def decoded_routes(
     return routes.astype(np.int16)
 
 
-def encoded_routes(routes: NDArray[np.int16]) -> str:
-    """What ``decoded_routes`` reads: uint8 where the experts' numbers allow it."""
-    file = io.BytesIO()
-    np.save(file, routes.astype(np.uint8) if routes.size and routes.max() < 256 else routes)
-    return base64.b64encode(file.getvalue()).decode("ascii")
+def encoded_routes(routes: NDArray[np.int16], *, start: int = 0) -> dict[str, object]:
+    """Rows from ``start`` on: base64 of the raw array first, then its shape, type and start, as verifiers reads them.
+
+    uint8 where the experts' numbers allow it.
+    """
+    rows = np.ascontiguousarray(routes[start:])
+    if not rows.size or rows.max() < 256:
+        rows = rows.astype(np.uint8)
+    data = base64.b64encode(rows.tobytes()).decode("ascii")
+    return {"data": data, "shape": list(rows.shape), "dtype": str(rows.dtype), "start": start}
 
 
 def signed_seed(seed: int) -> int:

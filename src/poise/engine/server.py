@@ -78,6 +78,7 @@ class EngineServer:
         if not isinstance(sampling, dict):
             raise _Refusal("sampling_params must be an object")
         request_id = str(body.get("request_id") or secrets.token_hex(8))
+        sampling, start = _without_route_start(sampling, body.get("token_ids"))
         action, tops = await self._sample(
             body.get("token_ids"), sampling, request, request_id, stream=body.get("stream")
         )
@@ -85,7 +86,7 @@ class EngineServer:
             "index": 0,
             "token_ids": list(action.token_ids),
             "finish_reason": "stop" if action.is_stopped else "length",
-            "routed_experts": encoded_routes(action.routes) if action.routes is not None else None,
+            "routed_experts": None if action.routes is None else encoded_routes(action.routes, start=start),
             "weight_versions": self._weight_versions(action),
         }
         if sampling.get("logprobs") is not None:
@@ -140,6 +141,12 @@ class EngineServer:
         vocab_size = self.engine.model.config.vocab_size
         _require_ids(token_ids, vocab_size, "token_ids")
         wanted = _sampling(sampling, vocab_size)
+        if len(token_ids) + wanted["max_tokens"] > self.engine.max_context_tokens:
+            # "maximum context length" is what clients of vLLM look for, to end an episode without an error.
+            raise _Refusal(
+                f"{len(token_ids)} tokens + max_tokens {wanted['max_tokens']} exceed max_context_tokens "
+                f"{self.engine.max_context_tokens}, the maximum context length"
+            )
         if not sampling.get("ignore_eos", False):
             wanted["stop_ids"] = {*wanted["stop_ids"], *self.engine.stop_ids}
         episode_id = request.headers.get("x-session-id") or request_id
@@ -291,6 +298,19 @@ def _sampling(sampling: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
         "seed": secrets.randbits(64) if seed is None else seed % 2**64,
         "stop_ids": set(stop_ids),
     }
+
+
+def _without_route_start(sampling: Mapping[str, Any], token_ids: Any) -> tuple[dict[str, Any], int]:
+    """Without the position of the prompt that routes are returned from: who has those before need not get them again.
+
+    Raises _Refusal for a number that is no position of the prompt.
+    """
+    rest = dict(sampling)
+    start = rest.pop("routed_experts_prompt_start", None) or 0
+    num_tokens = len(token_ids) if isinstance(token_ids, list) else 1
+    if not isinstance(start, int) or not 0 <= start < num_tokens:
+        raise _Refusal(f"sampling_params.routed_experts_prompt_start must be a position of the prompt, got {start!r}")
+    return rest, start
 
 
 def _require_known(given: Mapping[str, Any], known: set[str], where: str) -> None:

@@ -11,19 +11,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from poise.envs.chat import text_of_content, to_conversation
 from poise.envs.env import Observation, Outcome, Row, final_text, resolved
 from poise.envs.tool_env import ToolEnv
 from poise.envs.tools import CallableTool
-from poise.harmony.messages import (
-    Channel,
-    Conversation,
-    DeveloperContent,
-    Message,
-    Role,
-    SystemContent,
-    final,
-    user,
-)
+from poise.harmony.messages import Channel, Conversation, Message, Role
 
 Factory = Callable[[], Any]
 RewardFunction = Callable[..., Any]
@@ -95,8 +87,8 @@ class ClassEnv:
         prompt = self._row.get("prompt", "")
         self._prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
         if observed is not None:
-            self._prompt[-1]["content"] = _text(self._prompt[-1]["content"]) + _text(observed)
-        conversation = _conversation(self._prompt, [tool.declaration for tool in self._tools])
+            self._prompt[-1]["content"] = text_of_content(self._prompt[-1]["content"]) + text_of_content(observed)
+        conversation = to_conversation(self._prompt, [tool.declaration for tool in self._tools])
         self._episode = ToolEnv(conversation=conversation, tools=self._tools, grade=self._grade)
         return conversation
 
@@ -137,32 +129,6 @@ class ClassEnv:
 
 
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
-
-
-def _text(content: Any) -> str:
-    """Text of a chat content: a string, or blocks of type "text"."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(block, dict) and block.get("type") == "text" for block in content):
-        return "".join(block["text"] for block in content)
-    raise ValueError(f"prompts and observations must be text, got {type(content).__name__}: images are not supported")
-
-
-def _conversation(prompt: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> Conversation:
-    """Chat messages as harmony: system and developer messages become the developer's instructions."""
-    instructions, messages = [], []
-    for message in prompt:
-        role, text = message["role"], _text(message["content"])
-        if role in ("system", "developer"):
-            instructions.append(text)
-        elif role == "user":
-            messages.append(user(text))
-        elif role == "assistant" and not message.get("tool_calls"):
-            messages.append(final(text))
-        else:
-            raise ValueError(f"a prompt holds system, developer, user and plain assistant messages, got {role!r}")
-    developer = DeveloperContent(instructions="\n\n".join(instructions) or None, tools=tuple(tools))
-    return Conversation(system=SystemContent(), developer=developer, messages=tuple(messages))
 
 
 def _completion(transcript: Sequence[Message]) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ unknown names, arguments that do not parse, wrong arguments and exceptions are e
 """
 
 import asyncio
-import hashlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,9 @@ from typing import Any, Protocol
 from poise.envs.schema import check_arguments, declaration_of
 from poise.harmony.messages import Channel, FunctionTool, Message, tool_result
 from poise.sandbox import Limits, Sandbox, SandboxError, Session
+from poise.seeding import EPISODE_SEED, derive_seed
 
+_PYTHON_STREAM = 2**31  # part of a seed: keeps the interpreter's numbers apart from those of the policy's turns
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,63}")
 
 
@@ -56,7 +57,8 @@ class PythonTool:
 
     ``is_function`` False: the tool "python" that GPT-OSS was trained with, raw code; True: a declared tool
     "functions.python" with the JSON argument ``code``. The interpreter starts with the first call, and its random
-    numbers from that call's code: the same calls give the same answers, and different ones different numbers.
+    numbers from the seed of the episode: they differ between episodes, and are the same when an episode is played
+    again. Outside of an episode they are drawn anew.
     """
 
     is_independent = False
@@ -92,8 +94,9 @@ class PythonTool:
             content = arguments["code"]
         try:
             if self._session is None:
-                digest = hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()
-                self._session = self._sandbox.session(self._limits, seed=int.from_bytes(digest[:4], "big"))
+                seed = EPISODE_SEED.get()
+                own = None if seed is None else derive_seed(seed, _PYTHON_STREAM)
+                self._session = self._sandbox.session(self._limits, seed=own)
             result = await self._session.run(content)
         except SandboxError as error:
             raise ToolServerError(str(error)) from error
@@ -174,7 +177,7 @@ async def answer_calls(
 
     outputs = tuple(await asyncio.gather(*map(answer, calls)))
     results = tuple(
-        tool_result(_author(call), output.text, channel=call.channel or Channel.COMMENTARY)
+        tool_result(tool_author(call), output.text, channel=call.channel or Channel.COMMENTARY)
         for call, output in zip(calls, outputs, strict=True)
     )
     return results, outputs
@@ -189,7 +192,7 @@ async def _call(tool: Tool, content: str) -> ToolOutput:
         return ToolOutput(text=f"Error: {type(error).__name__}: {error}", is_error=True)
 
 
-def _author(call: Message) -> str:
+def tool_author(call: Message) -> str:
     """The called name as the author of the answer, where it is a name at all."""
     recipient = call.recipient or ""
     return recipient if _PLAIN_NAME.fullmatch(recipient) else "unknown"

@@ -6,7 +6,9 @@ from math import prod
 import pytest
 import torch
 from critics import CASES, train_alone, train_on_mesh
-from ranks import on_ranks
+from ranks import on_ranks, shape
+
+from poise.plan import Mesh, make_plan
 
 MESHES = {
     "data 2": {"data": 2},
@@ -44,4 +46,8 @@ def test_a_critic_on_a_mesh_is_the_critic_of_one_process(mesh):
             assert result[case]["metrics"][-1]["value_loss"] == results[0][case]["metrics"][-1]["value_loss"]
         held = [result[case]["held"] for result in results]
         assert sum(held) == alone(case)["held"], "each number lives on one rank"
-    assert max(held := [result["own"]["held"] for result in results]) < 1.2 * sum(held) / len(held)
+    held = [result["own"]["held"] for result in results]
+    assert max(held) < 1.2 * sum(held) / len(held)
+    # The plan of a rank: float32 weights and two moments, in whole numbers.
+    plan = make_plan(shape(), CASES["own"], mesh=Mesh(**MESHES[mesh])).phases["training"]
+    assert plan["critic"] == pytest.approx(3 * 4 * sum(held) / len(held), abs=3 * 4)

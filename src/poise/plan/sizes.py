@@ -191,7 +191,8 @@ class _Sizes:
             or algorithm.normalize_correction
         ):
             return {}
-        forward = max(self._experts_forward(self.rows), self._attention_forward(self.rows))
+        attention = self._attention_forward(self.rows) + self._exchanged_heads()
+        forward = max(self._experts_forward(self.rows), attention)
         if algorithm.reference_experts == "mxfp4":
             forward += 2 * self._matrix * (2 + WIDE + self.width)  # gate and up of one expert, unpacked
         items = {"batch": PER_ROW * self.rows, "forward": 3 * self._stream() + max(forward, self._log_prob_tiles())}
@@ -208,6 +209,15 @@ class _Sizes:
     @property
     def _kv(self) -> int:
         return self.model.num_kv_heads * self.model.head_dim
+
+    @property
+    def _repeated_kv(self) -> int:
+        """As many heads as ranks that share a sequence need."""
+        return self._kv * (self.mesh.sequence // gcd(self.model.num_kv_heads, self.mesh.sequence))
+
+    def _exchanged_heads(self) -> int:
+        """Queries, keys and values as they leave the ranks that share a sequence, and as they arrive."""
+        return 2 * self.rows * (self._q + 2 * self._repeated_kv) * self.width if self.mesh.sequence > 1 else 0
 
     def training(self) -> Items:
         """At the end of the forward, in the backward of the log-probs or in that of a block, whichever holds most."""
@@ -255,11 +265,8 @@ class _Sizes:
         if window is not None and window < self.config.rollout.max_context_tokens:
             block = max(window, MIN_BLOCK)
             overlap = (window - 1 + block) / block
-        heads = 2 * self._q + 2 * overlap * self._kv
-        if (degree := self.mesh.sequence) > 1:
-            # The result once more as it comes back to this rank's rows; keys and values that fewer heads share.
-            copies = degree // gcd(self.model.num_kv_heads, degree)
-            heads += self._q + 2 * overlap * self._kv * (copies - 1)
+        # On several ranks the result once more, as it comes back to this rank's rows.
+        heads = (2 if self.mesh.sequence == 1 else 3) * self._q + 2 * overlap * self._repeated_kv
         return {
             "attention": 3 * self._stream()
             + int(self.rows * heads * self.width)
@@ -315,7 +322,8 @@ class _Sizes:
         return tokens * (3 * self._q + 4 * self._kv) * max(self.width, WIDE)
 
     def _attention_backward(self) -> int:
-        return int(self.rows * (2.5 * self._q + 2 * self._kv) * max(self.width, WIDE))
+        own = int(self.rows * (2.5 * self._q + 2 * self._kv) * max(self.width, WIDE))
+        return own + self._exchanged_heads()
 
     def _log_prob_tiles(self) -> int:
         """Two tiles of logits, in the forward."""

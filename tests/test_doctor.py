@@ -70,7 +70,7 @@ def test_the_command_prints_every_section(capsys):
         "devices",
         "attention kernels, cpu",
         "expert kernels, cpu",
-        "number types",
+        "products on the CPU",
         "sandbox",
         "extras",
     ):

@@ -11,6 +11,7 @@ import torch
 
 from poise.ops import experts
 from poise.ops.attention import KERNELS, chosen_kernel, unavailable_reason
+from poise.ops.products import MIN_ROWS, why_not_onednn
 from poise.sandbox import SandboxError, protection
 
 HEAD_DIM = 64  # of the released GPT-OSS models
@@ -27,7 +28,7 @@ def diagnose() -> Iterator[tuple[str, list[Row]]]:
         yield f"attention kernels, {_operands(device)}, head dim {HEAD_DIM}", kernels(device)
         yield f"expert kernels, {_operands(device)}", expert_kernels(device)
         yield f"log-prob kernels, {_operands(device)}", [("tiles", "runs: torch's products in float32, tile by tile")]
-    yield "number types on the CPU", [number_types()]
+    yield "products on the CPU", [products(), number_types()]
     yield "sandbox", [sandbox()]
     yield "extras", extras()
 
@@ -63,6 +64,13 @@ def expert_kernels(device: torch.device) -> list[Row]:
     chosen = experts.chosen_kernel(device, dtype)
     why = "" if chosen == "grouped" else "; grouped is for bfloat16 on GPUs of compute capability 8.0 or higher"
     return [*rows, ("auto", f"takes {chosen}{why}; packed weights take loop")]
+
+
+def products() -> Row:
+    """Who multiplies float32 matrices."""
+    if reason := why_not_onednn():
+        return "float32", f"torch's choice of library: {reason}"
+    return "float32", f"oneDNN from {MIN_ROWS} rows on, with AVX-512, which MKL does without on this CPU; MKL below"
 
 
 def number_types() -> Row:

@@ -15,6 +15,7 @@ from poise.model.config import GptOssConfig
 from poise.model.rope import inverse_frequencies, rotate, rotation
 from poise.ops.attention import sink_attention
 from poise.ops.experts import routed_experts
+from poise.ops.products import linear
 from poise.ops.remembered import Memory
 
 # attend(layer, q [T,H,C], k [T,K,C], v [T,K,C], sinks [H], window | None) -> [T,H,C]; q and k are rotated already.
@@ -79,6 +80,13 @@ class RmsNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class Linear(nn.Linear):
+    """``nn.Linear`` with the products of ``poise.ops.products``."""
+
+    def forward(self, x: Float[Tensor, "T I"]) -> Float[Tensor, "T O"]:
+        return linear(x, self.weight, self.bias)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with a sink per head."""
 
@@ -86,11 +94,11 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.window, self.head_dim = layer, config.windows[layer], config.head_dim
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        linear = partial(nn.Linear, bias=config.attention_bias)
-        self.q_proj = linear(config.hidden_size, width)
-        self.k_proj = linear(config.hidden_size, kv_width)
-        self.v_proj = linear(config.hidden_size, kv_width)
-        self.o_proj = linear(width, config.hidden_size)
+        projection = partial(Linear, bias=config.attention_bias)
+        self.q_proj = projection(config.hidden_size, width)
+        self.k_proj = projection(config.hidden_size, kv_width)
+        self.v_proj = projection(config.hidden_size, kv_width)
+        self.o_proj = projection(width, config.hidden_size)
         self.sinks = nn.Parameter(torch.zeros(config.num_heads))
 
     def forward(self, x: Tensor, cos: Tensor, signed_sin: Tensor, attend: Attend) -> Tensor:

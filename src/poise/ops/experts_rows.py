@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from poise.ops.mxfp4 import Mxfp4Stack
+from poise.ops.products import rows_times, sum_over_rows
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 # Elements of a block of rows in elementwise maths: 1 MiB in float32 on the CPU, where it should stay in the cache.
@@ -129,11 +130,11 @@ def products(
     blocks, results = span.blocks(rows), span.blocks(out)
     if bias is None:
         for block, result, factor in zip(blocks, results, factors, strict=True):
-            torch.mm(block, factor, out=result)
+            rows_times(block, factor, out=result)
     else:
         biases = matrices_of(bias, span.experts, rows.dtype)
         for block, result, factor, b in zip(blocks, results, factors, biases, strict=True):
-            torch.addmm(b, block, factor, out=result)
+            rows_times(block, factor, b, out=result)
     return out
 
 
@@ -166,13 +167,10 @@ class StackGradient:
             return
         totals, last = self._stack().unbind(), len(span.experts) - 1
         is_same_type = totals[0].dtype == left.dtype
-        blocks = zip(span.experts, span.blocks(left.t(), dim=1), span.blocks(right), strict=True)
+        blocks = zip(span.experts, span.blocks(left), span.blocks(right), strict=True)
         for i, (expert, left_block, right_block) in enumerate(blocks):
             target = totals[expert] if is_same_type else self._partial_sum(left.dtype)
-            if i == 0 and span.starts_inside:
-                target.addmm_(left_block, right_block)
-            else:
-                torch.mm(left_block, right_block, out=target)
+            sum_over_rows(left_block, right_block, out=target, is_added=i == 0 and span.starts_inside)
             if not is_same_type and not (i == last and span.ends_inside):
                 totals[expert].copy_(target)
         self._unwritten.difference_update(span.experts)

@@ -7,6 +7,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from poise.ops.products import rows_times, sum_over_rows
+
 # Logits of a tile: 2**23 float32 are 32 MiB; two tensors of this size exist at once.
 MAX_LOGITS = 2**23
 # Rows of a tile where there are as many; the rest of it is vocabulary.
@@ -81,7 +83,7 @@ def _cuts(total: int, size: int) -> list[slice]:
 
 
 def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
-    logits = torch.mm(hidden, head.t())
+    logits = rows_times(hidden, head.t(), out=hidden.new_empty(len(hidden), len(head)))
     return logits if temperature == 1 else logits.div_(temperature)
 
 
@@ -158,9 +160,9 @@ class _TokenLogProbs(torch.autograd.Function):
                 if ctx.temperature != 1:
                     grad.div_(ctx.temperature)
                 if grad_hidden is not None:
-                    grad_hidden[rows].addmm_(grad, head)
+                    rows_times(grad, head, out=grad_hidden[rows], is_added=True)
                 if grad_columns is not None:
-                    grad_columns.addmm_(grad.t(), wide)
+                    sum_over_rows(grad, wide, out=grad_columns, is_added=True)
                 del log_p, grad  # before the next ones come
             if grad_head is not None and grad_columns is not None and not is_same_type:
                 grad_head[columns] = grad_columns

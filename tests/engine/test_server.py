@@ -1,6 +1,7 @@
 """`poise serve`: the embedded engine behind sockets, asked by poise's own client of vLLM and by plain HTTP."""
 
 import asyncio
+import base64
 import contextlib
 
 import httpx2
@@ -200,6 +201,29 @@ def test_completions_return_ids_log_probs_and_prompt_log_probs():
     assert answer["usage"]["prompt_tokens"] == len(PROMPT)
 
 
+def test_routes_from_a_position_on_are_the_end_of_all_routes():
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "seed": 1, "ignore_eos": True}}
+
+    def routes(url, start):
+        sampling = body["sampling_params"] | {"routed_experts_prompt_start": start}
+        answer = httpx2.post(f"{url}/inference/v1/generate", json=body | {"sampling_params": sampling})
+        # verifiers cuts the data out of the text, and finds it by these characters.
+        assert '"routed_experts":{"data":"' in answer.text
+        sent = answer.json()["choices"][0]["routed_experts"]
+        assert (sent["dtype"], sent["start"]) == ("uint8", start)
+        return np.frombuffer(base64.b64decode(sent["data"]), np.uint8).reshape(sent["shape"])
+
+    with serving(Served(tiny())) as (url,):
+        whole, end = routes(url, 0), routes(url, 5)
+        assert whole.shape == (len(PROMPT) + 4 - 1, 3, 2)
+        assert np.array_equal(end, whole[5:])
+        for start in (len(PROMPT), -1, "x"):
+            sampling = {"max_tokens": 4, "routed_experts_prompt_start": start}
+            answer = httpx2.post(f"{url}/inference/v1/generate", json=body | {"sampling_params": sampling})
+            assert answer.status_code == 400
+            assert "must be a position of the prompt" in answer.json()["error"]["message"]
+
+
 REFUSED = {
     "top_p": (0.9, "can only be 1.0"),
     "temperature": (0, "positive"),
@@ -223,7 +247,7 @@ def test_what_would_sample_from_another_distribution_is_refused():
             assert answer.status_code == 400, key
             assert reason in answer.json()["error"]["message"], key
         too_long = httpx2.post(f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 500})
-        assert "exceed max_context_tokens 128" in too_long.json()["error"]["message"]
+        assert "exceed max_context_tokens 128, the maximum context length" in too_long.json()["error"]["message"]
 
 
 def test_a_client_that_goes_away_frees_its_slot():

@@ -2,9 +2,11 @@
 
 import pytest
 
+from poise.assembly import sandbox_walls
 from poise.cli import run
-from poise.config import ConfigError, SandboxConfig, TaskConfig
+from poise.config import Config, ConfigError, SandboxConfig, TaskConfig
 from poise.envs import make_task
+from poise.sandbox import Sandbox, describe
 
 MODULE = """
 from poise.envs.env import Outcome
@@ -102,6 +104,13 @@ def test_a_factory_with_the_parameter_is_given_the_sandbox(in_folder):
     keys = SandboxConfig(memory_mib=100)
     task = make_task(TaskConfig(name="custom", factory="my_fifth:make_boxed"), keys)
     assert task.sandbox == keys
+    # What keeps code in is said and recorded for a task that takes the sandbox, and only for such a one.
+    boxed, plain = (
+        sandbox_walls(Config(task=TaskConfig(name="custom", factory=f"my_fifth:{name}")))
+        for name in ("make_boxed", "make_task")
+    )
+    assert boxed == {"protection": describe(Sandbox().walls()), **Sandbox().walls()}
+    assert plain == {"protection": "as task.factory decides"}
 
 
 def test_keys_of_the_sandbox_are_refused_where_nothing_takes_them(in_folder, capsys):

@@ -24,7 +24,10 @@ AGENT = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 SUMS = {"taskset": {"id": "poise-sums"}, "agent": AGENT}
 TALK = {"taskset": {"id": "poise-talk"}, "speaker": AGENT}
 RENDERER = Renderer(byte_tokenizer())
-needs_verifiers = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-verifiers: make test-adapters builds it")
+needs_verifiers = pytest.mark.skipif(
+    not PYTHON.exists() or "PYTEST_XDIST_WORKER" in os.environ,
+    reason="make test-adapters builds .venv-verifiers and runs",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)

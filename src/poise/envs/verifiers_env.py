@@ -250,7 +250,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()
     try:
-        process.wait(timeout=20)
+        process.wait(timeout=60)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

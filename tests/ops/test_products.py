@@ -135,3 +135,11 @@ def test_a_rounded_product_is_noticed():
 
     assert products._largest_error(torch.mm) < MAX_ERROR
     assert products._largest_error(rounded) > 100 * MAX_ERROR
+
+
+@pytest.mark.parametrize("rows", [5, 300])
+def test_linear_without_gradients(rows):
+    x, weight, bias = normal(rows, I), normal(O, I, seed=1), normal(O, seed=2)
+    with torch.inference_mode():
+        out = linear(x, weight, bias)
+    assert_float32(out, F.linear(x.double(), weight.double(), bias.double()))

@@ -17,6 +17,7 @@ from poise.engine.sampler import request_uniforms, sample
 from poise.engine.slots import Request, Slot, num_to_feed, occupy, tokens_to_feed
 from poise.model import GptOss
 from poise.model.gpt_oss import top_k_route
+from poise.ops.products import linear
 from poise.types import Action
 
 # Cached prefixes longer than this many new tokens are fed in pieces: their scores take [heads, piece, context].
@@ -318,7 +319,7 @@ class EmbeddedEngine:
             dtype=torch.float64,
             device=hidden.device,
         )
-        logits = hidden @ self.model.lm_head.weight.T
+        logits = linear(hidden, self.model.lm_head.weight, None)
         temperatures = [request.temperature for request in requests]
         temperature = torch.tensor(temperatures, device=logits.device)[:, None] if len(set(temperatures)) > 1 else None
         token_ids, log_probs = sample(

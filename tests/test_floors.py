@@ -18,7 +18,7 @@ FLOORS = {
     "plan": 4, "train": 4,
     "loop": 5, "evaluate": 5, "warmstart": 5, "report": 5, "integrations": 5, "doctor": 5, "upcycle": 5,
     "servers": 5, "session": 5,
-    "recipes": 6, "assembly": 6, "jobs": 7, "exporting": 7, "planning": 7, "mismatch": 7, "serving": 7,
+    "recipes": 6, "assembly": 6, "sampling": 6, "jobs": 7, "exporting": 7, "planning": 7, "mismatch": 7, "serving": 7,
     "cli": 8, "__main__": 9,
 }  # fmt: skip
 # These rooms also keep away from libraries that they must not need.

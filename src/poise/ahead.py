@@ -1,7 +1,7 @@
 """Asynchronous rollouts: another iterator, not another loop."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def ahead(roll_out: Callable[[int], T], steps: Sequence[int], *, lead: int, cancel: Callable[[], None]) -> Iterator[T]:
+def ahead(roll_out: Callable[[int], T], steps: Sequence[int], *, lead: int, cancel: Callable[[], None]) -> Generator[T]:
     """``roll_out(step)`` for each of ``steps``, in their order; up to ``lead`` of them run while one is trained.
 
     The rollout of step n begins when that of step n - 1 - lead has been trained and its weights are out, which is when

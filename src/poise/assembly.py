@@ -32,7 +32,8 @@ WEIGHTS_STREAM = 2  # part of a seed: keeps the weights' numbers apart from samp
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What every command is made of. On a mesh the engine has a whole copy of the policy's weights on each rank."""
+    """What every command is made of. On a mesh each rank has an engine; an embedded one holds a whole copy of the
+    policy's weights."""
 
     model: GptOss
     tokenizer: HarmonyTokenizer
@@ -50,18 +51,23 @@ def assemble(config: Config, console: Console, *, trains: bool = True, mesh: Mes
     task = make_task(config.task, config.sandbox)
     walls = sandbox_walls(config)
     if mesh.num_ranks > 1 and config.rollout.max_staleness > 0:
-        raise ConfigError(f"rollout.max_staleness needs a trainer of one process, not {mesh.num_ranks}")
+        if config.engine.kind == "embedded":
+            raise ConfigError(
+                "rollout.max_staleness on several ranks needs servers (engine.kind); the embedded engine samples ahead "
+                f"of one process only, not of {mesh.num_ranks}"
+            )
+        if config.algorithm.max_resamples > 0:
+            raise ConfigError(
+                f"algorithm.max_resamples with rollout.max_staleness needs a trainer of one process, not "
+                f"{mesh.num_ranks}: groups of several ranks are compared when a step is trained"
+            )
     model, tokenizer = load_policy(config, console, trains=trains, mesh=mesh)
     renderer = Renderer(tokenizer)
     engine: EmbeddedEngine | RemoteEngine
     if config.engine.kind == "embedded":
         engine = embedded_engine(model, tokenizer, config, mesh)
     else:
-        if mesh.num_ranks > 1:
-            raise ConfigError(
-                f'engine.kind "{config.engine.kind}" needs a trainer of one process, not {mesh.num_ranks}'
-            )
-        engine = connect(model, tokenizer, config, console)
+        engine = connect(model, tokenizer, config, console, mesh)
         console.line(f"engine: {config.engine.kind} at {', '.join(config.engine.urls)}")
     console.line(f"sandbox: {walls['protection']}")
     return Parts(

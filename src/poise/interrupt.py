@@ -75,10 +75,11 @@ class Interrupt:
         """Runs to its end, a stop request or not: for what cleans up."""
         return asyncio.run(coroutine) if self._runner is None else self._runner.run(coroutine)
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T], *, agrees: bool = True) -> T:
         """``asyncio.run`` that a stop request cancels; raises Interrupted then.
 
-        Within the context manager all runs share one event loop, so connections outlive a rollout.
+        Within the context manager all runs share one event loop, so connections outlive a rollout. ``agrees`` False:
+        other processes are not asked, so that each may run what the others do not.
         """
 
         async def main() -> T:
@@ -101,7 +102,10 @@ class Interrupt:
         except (asyncio.CancelledError, concurrent.futures.CancelledError):
             if not self.is_requested:
                 raise
-        self.check()
+            if not agrees:
+                raise Interrupted("interrupted") from None
+        if agrees:
+            self.check()
         return result
 
 

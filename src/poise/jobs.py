@@ -2,26 +2,26 @@
 
 import json
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from poise.ahead import ahead
 from poise.assembly import Parts, assemble, compute_type, device_of
 from poise.config import Config, ConfigError
 from poise.console import Console, metric_rows, step_line
 from poise.engine import EngineError
 from poise.evaluate import Evaluation, held_out_episodes
 from poise.interrupt import Interrupt, Interrupted
-from poise.loop import Rollout, interleaved, roll_out, train
+from poise.loop import Rollout, interleaved, train
 from poise.metrics import MetricsWriter
 from poise.model import GptOss
-from poise.parallel import Mesh, frozen_copy
+from poise.parallel import Mesh, frozen_copy, settled, together
 from poise.parallel.launch import joined
 from poise.runfolder import CONFIG_FILE, create_run_folder, record_sandbox, write_config, write_trajectories
+from poise.sampling import rollouts
 from poise.seeding import derive_seed
-from poise.session import connected, interrupt_of, kept_by
+from poise.session import connected, interrupt_of, kept_by, push_before_sampling, push_weights
 from poise.train.canary import CanaryError
 from poise.train.checkpoint import (
     checkpoint_folder,
@@ -34,7 +34,7 @@ from poise.train.checkpoint import (
 from poise.train.critic import make_critic
 from poise.train.optimizer import warm_start_schedule
 from poise.train.remote import RemoteEngine
-from poise.train.scoring import Group, RolloutError
+from poise.train.scoring import RolloutError
 from poise.train.sharded import Saving
 from poise.train.trainer import Trainer
 from poise.train.weights import SyncError
@@ -150,14 +150,8 @@ class Run:
         num_trained = 0
         started = time.perf_counter()
 
-        def rollouts() -> Generator[Rollout]:
+        def timed() -> Generator[Rollout]:
             nonlocal num_trained, started
-            steps, lead = range(steps_done + 1, self.config.run.steps + 1), self.config.rollout.max_staleness
-            source = (
-                ahead(self.rollout, steps, lead=lead, cancel=self.interrupt.cancel)
-                if lead
-                else map(self.rollout, steps)
-            )
             for rollout in source:
                 num_trained, started = 0, time.perf_counter()
                 yield rollout
@@ -170,14 +164,14 @@ class Run:
         with (
             self.writing(steps_done + 1),
             self.console.bar("training", None) as bar,
-            closing(rollouts()) as source,
+            closing(self.rollouts(range(steps_done + 1, self.config.run.steps + 1))) as source,
         ):
             try:
                 train(
                     trainer,
                     self.reference(trainer),
                     self,
-                    source,
+                    timed(),
                     self.config,
                     first_step=steps_done + 1,
                     on_step=on_step,
@@ -204,7 +198,7 @@ class Run:
         if step % settings.save_every == 0 or step == settings.steps:
             self.save(trainer, "train", step)
         if self.config.rollout.max_staleness and isinstance(self.parts.engine, RemoteEngine):
-            self.interrupt.run(self.parts.engine.update())  # while the weights are still those of this step
+            push_weights(self.parts.engine, self.interrupt)  # while they are still those of this step
         if settings.eval_every and step % settings.eval_every == 0 and step < settings.steps:
             self.evaluate(step)
         self.interrupt.check()
@@ -217,27 +211,19 @@ class Run:
         load_weights(checkpoint_folder(self.folder, 0), model=first, mesh=self.mesh)
         return trainer.make_reference(first)
 
-    def rollout(self, step: int) -> Rollout:
-        """The rollout of one step, under a bar that shows reward and speed."""
-        engine, rewards = self.parts.engine, list[float]()
-        started, sampled_before = time.perf_counter(), engine.num_sampled_tokens
-        with self.console.bar(f"step {step} rollout", self.config.rollout.groups_per_step) as bar:
-
-            def on_group(group: Group) -> None:
-                rewards.extend(episode[0].reward for episode in group)
-                speed = (engine.num_sampled_tokens - sampled_before) / (time.perf_counter() - started)
-                bar.advance(f"reward {sum(rewards) / len(rewards):.3f}  {speed:.0f} tok/s")
-
-            return roll_out(
-                engine,
-                self.parts.renderer,
-                self.parts.task,
-                self.config,
-                step=step,
-                interrupt=self.interrupt,
-                on_group=on_group,
-                mesh=self.mesh,
-            )
+    def rollouts(self, steps: Sequence[int]) -> Generator[Rollout]:
+        """The rollout of each step."""
+        parts = self.parts
+        return rollouts(
+            parts.engine,
+            parts.renderer,
+            parts.task,
+            self.config,
+            steps,
+            interrupt=self.interrupt,
+            console=self.console,
+            mesh=self.mesh,
+        )
 
     def evaluations(self) -> list[dict[str, Any]]:
         """The lines of ``evaluations.jsonl`` so far."""
@@ -376,17 +362,17 @@ def evaluate_parts(parts: Parts, config: Config, console: Console, interrupt: In
             bar.advance(f"reward {sum(rewards) / len(rewards):.3f}  {speed:.0f} tok/s")
 
         mesh = parts.mesh
-        mine = interrupt.run(
-            held_out_episodes(
-                parts.engine,
-                parts.renderer,
-                parts.task,
-                num_problems=num_problems,
-                limits=parts.limits,
-                seed=derive_seed(config.run.seed, EVALUATION_STREAM),
-                max_concurrent=config.rollout.num_slots,
-                on_episode=on_episode,
-                share=slice(mesh.rank, None, mesh.num_ranks),
-            )
+        push_before_sampling(parts.engine, interrupt)
+        episodes = held_out_episodes(
+            parts.engine,
+            parts.renderer,
+            parts.task,
+            num_problems=num_problems,
+            limits=parts.limits,
+            seed=derive_seed(config.run.seed, EVALUATION_STREAM),
+            max_concurrent=config.rollout.num_slots,
+            on_episode=on_episode,
+            share=slice(mesh.rank, None, mesh.num_ranks),
         )
-        return Evaluation.of(interleaved(mesh.gather_from_all(mine)))
+        mine = interrupt.run(settled(mesh, episodes))
+        return Evaluation.of(interleaved(together(mesh, mine)))

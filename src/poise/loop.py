@@ -3,18 +3,18 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from poise.config import Config
+from poise.config import Config, RunError
 from poise.envs.env import Task
 from poise.harmony import Renderer
-from poise.interrupt import Interrupt
+from poise.interrupt import Interrupt, Interrupted
 from poise.model import GptOss
-from poise.parallel import ALONE, Mesh
+from poise.parallel import ALONE, Mesh, settled, together
 from poise.rollout import Limits, Lockstep, episode_metrics, run_group
 from poise.seeding import derive_seed, row_index
 from poise.train.credit import credited
@@ -103,14 +103,82 @@ def roll_out(
 ) -> Rollout:
     """All groups of ``step`` (from 1), concurrently. Problems and seeds depend on the step and on what was sampled in
     it, so a resumed run samples what an uninterrupted one would have. ``on_group`` hears of each group as it ends.
-    Each rank of ``mesh`` samples every so many-th group, whole, and all of them get all groups.
+    Each rank of ``mesh`` samples every so many-th group, whole, and all of them get all groups; what one rank fails
+    with, all raise.
 
     Dynamic sampling (DAPO, Yu et al. 2025, section 3.2): groups whose episodes all earned the same are replaced by
     those of other problems, in at most ``algorithm.max_resamples`` rounds; what is equal after the last stays.
     """
+    groups_of = sampler(policy, renderer, task, config, on_group)
+    num_rounds = 1 + config.algorithm.max_resamples
+    started = time.perf_counter()
+    groups, replaced = list[Group](), list[Group]()
+    for round_ in range(num_rounds):
+        draws = draws_of(step, round_, config)[: config.rollout.groups_per_step - len(groups)]
+        mine = interrupt.run(settled(mesh, groups_of(draws[mesh.rank :: mesh.num_ranks])))
+        sampled = interleaved(together(mesh, mine))
+        is_last = round_ == num_rounds - 1
+        groups += [group for group in sampled if is_last or not is_equal(group)]
+        replaced += [group for group in sampled if not is_last and is_equal(group)]
+        if len(groups) == config.rollout.groups_per_step:
+            break
+    return Rollout(groups=groups, seconds=time.perf_counter() - started, replaced=replaced)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one rank sampled of a step, or failed with, and in how many seconds."""
+
+    outcome: list[Group] | RunError | Interrupted
+    seconds: float
+
+
+def roll_out_share(
+    policy: Policy,
+    renderer: Renderer,
+    task: Task,
+    config: Config,
+    *,
+    step: int,
+    interrupt: Interrupt,
+    on_group: Callable[[Group], None],
+    mesh: Mesh,
+) -> Share:
+    """This rank's part of ``roll_out``, without a word to the others: for a thread beside the trainer.
+
+    ``whole_rollout`` makes a Rollout of the parts of all. There is no dynamic sampling: it needs all groups.
+    """
+    groups_of = sampler(policy, renderer, task, config, on_group)
+    draws, started = draws_of(step, 0, config), time.perf_counter()
+    outcome: list[Group] | RunError | Interrupted
+    try:
+        outcome = interrupt.run(settled(mesh, groups_of(draws[mesh.rank :: mesh.num_ranks])), agrees=False)
+    except Interrupted as error:
+        outcome = error
+    return Share(outcome=outcome, seconds=time.perf_counter() - started)
+
+
+def whole_rollout(share: Share, *, interrupt: Interrupt, mesh: Mesh) -> Rollout:
+    """Of the shares of all ranks, which all call it. Raises what one of them failed with, or Interrupted."""
+    interrupt.check()  # raises on all where one share was cut short
+    assert not isinstance(share.outcome, Interrupted)
+    groups = interleaved(together(mesh, share.outcome))
+    return Rollout(groups=groups, seconds=max(mesh.gather_from_all(share.seconds)))
+
+
+def draws_of(step: int, round_: int, config: Config) -> range:
+    """The numbers of the groups that a round of ``step`` may sample: each names a problem and a seed."""
+    num_rounds, num_groups = 1 + config.algorithm.max_resamples, config.rollout.groups_per_step
+    first = ((step - 1) * num_rounds + round_) * num_groups
+    return range(first, first + num_groups)
+
+
+def sampler(
+    policy: Policy, renderer: Renderer, task: Task, config: Config, on_group: Callable[[Group], None]
+) -> Callable[[range], Coroutine[Any, Any, list[Group]]]:
+    """From the numbers of groups to the groups, all at once."""
     rows, settings = task.train_rows, config.rollout
     limits = Limits.from_config(settings)
-    num_rounds = 1 + config.algorithm.max_resamples
 
     async def group_of(draw: int, lockstep: Lockstep) -> Group:
         row = rows[row_index(draw, len(rows), config.run.seed)]
@@ -131,19 +199,7 @@ def roll_out(
         lockstep = Lockstep(policy, num_episodes=len(draws) * settings.group_size)
         return list(await asyncio.gather(*(group_of(draw, lockstep) for draw in draws)))
 
-    started = time.perf_counter()
-    groups, replaced = list[Group](), list[Group]()
-    for round_ in range(num_rounds):
-        first_draw = ((step - 1) * num_rounds + round_) * settings.groups_per_step
-        draws = range(first_draw, first_draw + settings.groups_per_step - len(groups))
-        mine = interrupt.run(groups_of(draws[mesh.rank :: mesh.num_ranks]))
-        sampled = interleaved(mesh.gather_from_all(mine))
-        is_last = round_ == num_rounds - 1
-        groups += [group for group in sampled if is_last or not is_equal(group)]
-        replaced += [group for group in sampled if not is_last and is_equal(group)]
-        if len(groups) == settings.groups_per_step:
-            break
-    return Rollout(groups=groups, seconds=time.perf_counter() - started, replaced=replaced)
+    return groups_of
 
 
 def interleaved(parts: Sequence[Sequence[T]]) -> list[T]:

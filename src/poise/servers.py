@@ -8,28 +8,36 @@ from typing import Any
 
 import torch
 
-from poise.config import Config
+from poise.config import Config, ConfigError
 from poise.console import Console
 from poise.engine import EngineError, Servers, SglangEngine, VllmEngine
-from poise.engine.http import Outage
+from poise.engine.http import FAILURES, Outage
 from poise.engine.process import ServerProcesses
 from poise.harmony import HarmonyTokenizer
 from poise.model import GptOss, save_model
 from poise.model.checkpoint import Format
-from poise.train.canary import choose_canary
-from poise.train.remote import ReloadRoute, RemoteEngine
-from poise.train.sync import CANARY_SEED, WeightSync, weight_sync
-from poise.train.weights import ServerKind, stored_parameters
+from poise.parallel import ALONE, Mesh, led
+from poise.train.remote import RemoteEngine
+from poise.train.sync import WeightSync, proved_sync, weight_sync
+from poise.train.weights import FolderRoute, ServerKind
 
 
-def connect(model: GptOss, tokenizer: HarmonyTokenizer, config: Config, console: Console) -> RemoteEngine:
+def connect(
+    model: GptOss, tokenizer: HarmonyTokenizer, config: Config, console: Console, mesh: Mesh = ALONE
+) -> RemoteEngine:
     """The engine of ``config.engine``, which follows ``model``. Nothing is asked of a server yet.
 
-    What servers must read lies in a folder of its own beside the runs, which goes when the engine closes.
+    What servers must read lies in a folder of its own beside the runs, which goes when the engine closes. All ranks of
+    a mesh call it. Raises ConfigError for a command on a mesh: none of its ranks looks after the servers.
     """
     settings = config.engine
+    if mesh.num_ranks > 1 and settings.command is not None:
+        raise ConfigError(
+            f"engine.command needs a trainer of one process, not {mesh.num_ranks}: start the servers beside it"
+        )
+    run = mesh.gather_from_all(secrets.token_hex(4))[0]
     stored_as: Format = "bf16" if model.lm_head.weight.dtype == torch.bfloat16 else "fp32"
-    folder = Path(config.run.folder).resolve() / f".engine-{secrets.token_hex(4)}"
+    folder = Path(config.run.folder).resolve() / f".engine-{run}"
     start = folder / "start"
 
     def checkpoint() -> Path:
@@ -49,6 +57,7 @@ def connect(model: GptOss, tokenizer: HarmonyTokenizer, config: Config, console:
         max_wait_s=settings.max_wait_s,
         restart=None if processes is None else processes.start,
         tell=lambda line: console.line(f"engine: {line}"),
+        first=mesh.rank,
     )
     wants_routes = config.algorithm.replay_routes == "engine"
     make_client = SglangEngine if settings.kind == "sglang" else VllmEngine
@@ -60,53 +69,60 @@ def connect(model: GptOss, tokenizer: HarmonyTokenizer, config: Config, console:
         routes_shape=(model.config.num_layers, model.config.experts_per_token) if wants_routes else None,
     )
 
+    context = config.rollout.max_context_tokens
+
     async def make_sync() -> WeightSync:
-        context = config.rollout.max_context_tokens
         if isinstance(client, SglangEngine):
-            return await sglang_sync(client, model, folder, stored_as, context)
-        owners = await models_of(servers)
-        if {owner.get("owned_by") for owner in owners} != {"poise"}:
-            if any(owner.get("owned_by") == "poise" for owner in owners):
-                raise EngineError("engine.urls mixes poise serve with other servers: name servers of one kind")
-            sends_files = settings.weights == "folder"
-            return await weight_sync(client, model, folder=folder if sends_files else None, max_context_tokens=context)
-        route = ReloadRoute(servers, folder, reload_poise(servers), format=stored_as)
-        canary = choose_canary(model, seed=CANARY_SEED, max_tokens=context)
-        started_with = [stored_parameters(Path(str(owner["root"]))) for owner in owners]
-        kind = ServerKind(dtype=getattr(torch, str(owners[0]["dtype"])), device="cpu")
-        return WeightSync(client, route, kind, canary, started_with)
+            kind, folders, tell = *await led(mesh, lambda: sglang_kind(client), carries=FAILURES), tell_sglang(client)
+        else:
+            owners = await led(mesh, lambda: models_of(servers), carries=FAILURES)
+            if {owner.get("owned_by") for owner in owners} != {"poise"}:
+                if any(owner.get("owned_by") == "poise" for owner in owners):
+                    raise EngineError("engine.urls mixes poise serve with other servers: name servers of one kind")
+                sends_files = settings.weights == "folder"
+                return await weight_sync(
+                    client, model, folder=folder if sends_files else None, max_context_tokens=context, mesh=mesh
+                )
+            kind = ServerKind(dtype=getattr(torch, str(owners[0]["dtype"])), device="cpu")
+            urls = [server.url for server in servers.all]
+            folders = {url: str(owner["root"]) for url, owner in zip(urls, owners, strict=True)}
+            tell = reload_poise(servers)
+        route = FolderRoute(servers, kind, folder, tell=tell, mesh=mesh)
+        return proved_sync(client, model, route, kind, folders, context, mesh)
 
     def on_close() -> None:
         if processes is not None:
             processes.stop()
-        if folder.exists():
+        if mesh.is_first and folder.exists():
             shutil.rmtree(folder)
 
     return RemoteEngine(
         client,
         model,
+        run=run,
         make_sync=make_sync,
-        max_context_tokens=config.rollout.max_context_tokens,
+        max_context_tokens=context,
         is_ahead=config.rollout.max_staleness > 0,
         on_close=on_close,
+        mesh=mesh,
     )
 
 
-async def sglang_sync(
-    client: SglangEngine, model: GptOss, folder: Path, stored_as: Format, max_context_tokens: int
-) -> WeightSync:
-    """Weights by a folder; the canary as strict as the type in which the servers say that they compute."""
+async def sglang_kind(client: SglangEngine) -> tuple[ServerKind, dict[str, str]]:
+    """What the servers say that they are, and the checkpoint that each was started with, by url."""
     infos = await client.servers.ask_all("GET", "/get_server_info")
     is_exact = all(info.get("dtype") == "float32" for info in infos)
+    kind = ServerKind(dtype=torch.float32 if is_exact else torch.bfloat16, device="cuda")
+    return kind, {s.url: str(info.get("model_path")) for s, info in zip(client.servers.all, infos, strict=True)}
+
+
+def tell_sglang(client: SglangEngine) -> Callable[[str, Path], Awaitable[None]]:
+    """How SGLang is told to take over a checkpoint folder."""
 
     async def tell(url: str, path: Path) -> None:
         await client.load_folder(url, str(path))
 
-    route = ReloadRoute(client.servers, folder, tell, format=stored_as)
-    canary = choose_canary(model, seed=CANARY_SEED, max_tokens=max_context_tokens)
-    started_with = [stored_parameters(Path(str(info.get("model_path")))) for info in infos]
-    kind = ServerKind(dtype=torch.float32 if is_exact else torch.bfloat16, device="cuda")
-    return WeightSync(client, route, kind, canary, started_with)
+    return tell
 
 
 async def models_of(servers: Servers) -> list[dict[str, Any]]:

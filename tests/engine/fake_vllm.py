@@ -1,14 +1,9 @@
 """A server that speaks vLLM's token protocol over a table of logits, honestly or with one defect."""
 
-import asyncio
 import base64
-import contextlib
 import io
-import socket
-import threading
 
 import numpy as np
-import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -166,25 +161,3 @@ class FakeVllm:
             choice["token_ids"], choice["logprobs"]["content"] = [1], content[:1]
             content[0]["token"] = "token_id:1"
             choice["finish_reason"] = "length"
-
-
-@contextlib.contextmanager
-def serving(*fakes):
-    """The urls under which the fakes (or ASGI applications) listen, each in a thread of its own."""
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(_serving(fake)) for fake in fakes]
-
-
-@contextlib.contextmanager
-def _serving(fake, port=0):
-    listener = socket.create_server(("127.0.0.1", port))
-    app = fake.app() if hasattr(fake, "app") else fake
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-        listener.close()

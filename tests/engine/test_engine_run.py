@@ -10,7 +10,8 @@ import sys
 import threading
 
 import pytest
-from fake_vllm import FakeVllm, serving
+from fake_vllm import FakeVllm
+from serving import serving
 
 from poise.assembly import embedded_engine, new_model_config
 from poise.config import (

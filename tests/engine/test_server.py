@@ -8,7 +8,7 @@ import httpx2
 import numpy as np
 import pytest
 import torch
-from fake_vllm import serving
+from serving import serving
 
 from poise.engine import EmbeddedEngine, EngineError, Servers, VllmEngine
 from poise.engine.server import EngineServer

@@ -5,7 +5,8 @@ import base64
 
 import numpy as np
 import pytest
-from fake_vllm import EXPERTS_PER_TOKEN, LAYERS, STOPS, VOCAB, FakeVllm, log_softmax, serving
+from fake_vllm import EXPERTS_PER_TOKEN, LAYERS, STOPS, VOCAB, FakeVllm, log_softmax
+from serving import serving
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route

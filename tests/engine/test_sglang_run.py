@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from fake_vllm import serving
+from serving import serving
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route

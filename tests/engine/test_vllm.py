@@ -7,7 +7,8 @@ import socket
 
 import numpy as np
 import pytest
-from fake_vllm import EXPERTS_PER_TOKEN, LAYERS, STOPS, VOCAB, FakeVllm, _serving, log_softmax, serving
+from fake_vllm import EXPERTS_PER_TOKEN, LAYERS, STOPS, VOCAB, FakeVllm, log_softmax
+from serving import serving, serving_one
 
 from poise.config import ConfigError
 from poise.engine.answers import decoded_routes, signed_seed
@@ -224,7 +225,7 @@ def test_an_episode_moves_on_when_its_server_dies_and_nobody_waits():
         return actions, engine.told
 
     with serving(alive) as urls, contextlib.ExitStack() as stop:
-        dying = stop.enter_context(_serving(FakeVllm()))
+        dying = stop.enter_context(serving_one(FakeVllm()))
         actions, told = asyncio.run(main([dying, *urls], stop))
     assert len(actions) == 4
     assert len(alive.seen) == 2 + 4
@@ -257,12 +258,12 @@ def test_a_server_that_comes_back_with_other_weights_gets_them_before_it_samples
         waiting = asyncio.create_task(act(engine))
         await asyncio.sleep(0.3)
         assert not waiting.done()
-        with _serving(second, port):
+        with serving_one(second, port):
             after = await waiting
             await engine.close()
         return before, after
 
-    first = _serving(FakeVllm(), port)
+    first = serving_one(FakeVllm(), port)
     first.__enter__()
     before, after = asyncio.run(main(first))
     assert restored == [0]

@@ -39,6 +39,10 @@ class Outage(Exception):
     """A server did not answer, or no longer has the weights that it was given. Another try may succeed."""
 
 
+# What may come of asking a server.
+FAILURES = (RunError, Outage)
+
+
 @dataclass(eq=False)
 class Server:
     """``is_ready``: it answered when it was last asked, and with the weights it should have."""
@@ -84,7 +88,8 @@ class Servers:
     often one request is sent again after a transport error or an answer 5xx; everything else that is no success raises
     EngineError at once. ``max_wait_s``: how long a request waits while no server is ready. ``restart(url,
     is_first)`` is called whenever a server refuses connections: it starts it the first time of an outage, and later
-    raises where that has failed. ``tell`` hears of outages and returns.
+    raises where that has failed. ``tell`` hears of outages and returns. ``first``: of servers with equally few episodes
+    the one with this number (modulo theirs) is taken first, so that several clients do not all begin with the same.
     """
 
     def __init__(
@@ -96,6 +101,7 @@ class Servers:
         max_wait_s: float = 900.0,
         restart: Callable[[str, bool], None] | None = None,
         tell: Callable[[str], None] = log.warning,
+        first: int = 0,
     ) -> None:
         if not urls:
             raise ConfigError("engine.urls is empty: name at least one server, as http://HOST:PORT")
@@ -107,6 +113,7 @@ class Servers:
         self.all = [Server(url.rstrip("/")) for url in urls]
         self.timeout_s, self.retries, self.max_wait_s = timeout_s, retries, max_wait_s
         self.restart, self.tell = restart, tell
+        self._order = [*self.all[first % len(urls) :], *self.all[: first % len(urls)]]
         self.marks: Marks | None = None
         self.valid_marks: frozenset[str] = frozenset()  # while weights are pushed, those of before and after
         self._server_of: OrderedDict[str, Server] = OrderedDict()
@@ -160,6 +167,14 @@ class Servers:
                         f"{url} has not answered for {self.max_wait_s:g} s (engine.max_wait_s): {error}"
                     ) from error
             await asyncio.sleep(_delay(attempt))
+
+    async def welcome_all(self) -> None:
+        """All of them hold the weights they should: also those that were given up get requests again."""
+        state = self._loop_state()
+        for server in self.all:
+            server.is_ready = True
+        async with state.changed:
+            state.changed.notify_all()
 
     async def close(self) -> None:
         """Closes the connections of the running loop; a later call opens new ones."""
@@ -222,7 +237,7 @@ class Servers:
             raise self._error
         if server is not None:
             self._num_episodes[server] -= 1
-        server = min((s for s in self.all if s.is_ready), key=lambda s: self._num_episodes[s])
+        server = min((s for s in self._order if s.is_ready), key=lambda s: self._num_episodes[s])
         self._server_of[episode_id] = server
         self._num_episodes[server] += 1
         if len(self._server_of) > MAX_REMEMBERED_EPISODES:

@@ -65,13 +65,6 @@ class SglangEngine(ServerEngine):
     async def resume(self) -> None:
         await self.post("/continue_generation", {})
 
-    async def set_policy_version(self, step: int, *, mark: str | None = None) -> None:
-        """From now on answers carry ``step``; ``mark``, where given, is what every server calls its weights."""
-        if mark is not None:
-            for server in self.servers.all:
-                await self.write_mark(server.url, mark)
-        self.policy_version = step
-
     async def write_mark(self, url: str, mark: str) -> None:
         """Tells one server the name of the weights it holds."""
         body = {"new_version": mark, "abort_all_requests": False}

@@ -10,7 +10,7 @@ from typing import Any
 
 from poise.engine.answers import checked_action, checked_log_prob, decoded_routes, signed_seed
 from poise.engine.handshake import Sampled, TokenServer
-from poise.engine.http import EngineError, Outage, Server, Servers
+from poise.engine.http import EngineError, Outage, Server
 from poise.engine.server_engine import ServerEngine
 from poise.types import Action
 
@@ -29,10 +29,6 @@ class VllmEngine(ServerEngine):
     (layers, experts per token) where the experts are wanted, which takes ``--enable-return-routed-experts``; an answer
     without them is then an error. Raises EngineError for an answer that cannot be trained on.
     """
-
-    def __init__(self, servers: Servers, **settings: Any) -> None:
-        super().__init__(servers, **settings)
-        self._version_of: dict[str, int] = {}  # by mark
 
     async def __call__(self, token_ids: Sequence[int], *, episode_id: str, seed: int, max_tokens: int) -> Action:
         """Samples until a stop id or ``max_tokens``; waits while no server is ready."""
@@ -73,13 +69,6 @@ class VllmEngine(ServerEngine):
 
     async def resume(self) -> None:
         await self.post("/resume")
-
-    async def set_policy_version(self, step: int, *, mark: str | None = None) -> None:
-        """From now on answers carry ``step``; ``mark``, where given, is what every server calls its weights."""
-        if mark is not None:
-            await self.post("/update_weight_version", {"new_version": mark})
-            self._version_of[mark] = step
-        self.policy_version = step
 
     async def write_mark(self, url: str, mark: str) -> None:
         """Tells one server the name of the weights it holds."""

@@ -25,6 +25,7 @@ ExpertStorage = Literal["plain", "mxfp4"]
 Tokenizer = str | Path | Callable[[Path], object]
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5_000_000_000
 STOP_TOKENS = ("<|return|>", "<|call|>")
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -101,7 +102,7 @@ def save_model(
     format: Format = "bf16",
     *,
     tokenizer: Tokenizer | None = None,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     tensors: Iterable[tuple[str, Tensor]] | None = None,
 ) -> None:
     """Writes a new folder ``path`` that Transformers loads: weights, config, generation config, tokenizer files.
@@ -287,6 +288,7 @@ def _stored_tensors(
                 yield packed_name, torch.stack(parts).cpu()
         else:
             yield name, value.to("cpu", dtype).contiguous()
+        del parameter, value  # not kept while the next is gathered
     for name, stack in packed_stacks(model):
         if format == "mxfp4":
             yield from zip(_packed_names(name), (stack.blocks.cpu(), stack.scales.cpu()), strict=True)
@@ -312,7 +314,11 @@ def _write_shards(tensors: Iterator[tuple[str, Tensor]], max_shard_bytes: int, f
             flush()
         shard[name] = tensor
         total += tensor.nbytes
-    flush()
+        del tensor  # what is written is gone before the next is drawn, which may mean that ranks gather it
+        if sum(t.nbytes for t in shard.values()) >= max_shard_bytes:
+            flush()
+    if shard or not num_shards:
+        flush()
     if num_shards == 1:
         (folder / "model-00001.safetensors").rename(folder / SINGLE_FILE)
         return

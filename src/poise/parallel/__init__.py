@@ -14,8 +14,9 @@ from poise.parallel.fsdp import (
     put_away,
     split_copy,
 )
-from poise.parallel.loading import export_model, fill_part, init_parts, load_parts, peak_host_bytes
+from poise.parallel.loading import draw_all, export_model, fill_part, init_parts, load_parts, peak_host_bytes
 from poise.parallel.mesh import ALONE, Mesh, degrees_of, make_mesh
+from poise.parallel.together import led, settled, together
 from poise.parallel.ulysses import padded_borders, rows_of_rank, ulysses, whole_rows
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "ShardedExperts",
     "clip_gradient",
     "degrees_of",
+    "draw_all",
     "empty_linear",
     "empty_model",
     "export_model",
@@ -34,6 +36,7 @@ __all__ = [
     "gradient_norm",
     "held_part",
     "init_parts",
+    "led",
     "load_parts",
     "local_part",
     "make_mesh",
@@ -41,6 +44,8 @@ __all__ = [
     "peak_host_bytes",
     "put_away",
     "rows_of_rank",
+    "settled",
+    "together",
     "split_copy",
     "ulysses",
     "whole_rows",

@@ -2,13 +2,15 @@
 
 import resource
 import sys
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from poise.model import GptOss, initial_weights, read_parts, save_model
-from poise.model.checkpoint import Format, Tokenizer
+from poise.model.checkpoint import MAX_SHARD_BYTES, Format, Tokenizer
 from poise.parallel.fsdp import full_tensors, held_part, local_part
 from poise.parallel.mesh import Mesh
 
@@ -42,24 +44,35 @@ def fill_part(name: str, parameter: Tensor, whole: Tensor, mesh: Mesh) -> None:
 
 
 def export_model(
-    model: GptOss, path: str | Path, mesh: Mesh, format: Format = "bf16", *, tokenizer: Tokenizer | None = None
+    model: GptOss,
+    path: str | Path,
+    mesh: Mesh,
+    format: Format = "bf16",
+    *,
+    tokenizer: Tokenizer | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """``poise.model.save_model`` of a model that is split: the first rank writes, tensor by tensor, what all gather.
 
-    All ranks must call it. Raises as ``save_model`` does.
+    All ranks must call it. The first holds one file's tensors at a time, so at most ``max_shard_bytes`` of them or a
+    single larger one. Raises as ``save_model`` does.
     """
     if mesh.shards is None:
-        save_model(model, path, format, tokenizer=tokenizer)
+        save_model(model, path, format, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes)
         return
     if any(mesh.gather_from_all(Path(path).exists())):
         raise FileExistsError(f"{path} exists: a checkpoint never overwrites another")
     # What is packed is rounded once, from float32.
     tensors = full_tensors(model, mesh, torch.bfloat16 if format == "bf16" else torch.float32)
     if mesh.is_first:
-        save_model(model, path, format, tokenizer=tokenizer, tensors=tensors)
+        save_model(model, path, format, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes, tensors=tensors)
     else:
-        for _ in tensors:
-            pass
+        draw_all(tensors)
+
+
+def draw_all(tensors: Iterable[object]) -> None:
+    """Takes part in gathering, and keeps nothing."""
+    deque(tensors, maxlen=0)
 
 
 def peak_host_bytes() -> int:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from poise.model import GptOss
+from poise.parallel import ALONE, Mesh, fill_part, full_tensor, local_part
+from poise.parallel.fsdp import gather_before_use
 
 # The older value of a parameter, by its name, in any type and on any device.
 Older = Callable[[str], Tensor]
@@ -79,16 +81,18 @@ def diagnose(
     *,
     older: Mapping[str, Older],
     tolerance: float,
+    mesh: Mesh = ALONE,
 ) -> Diagnosis:
     """Puts older values into ``model``, group after group, and sees with which ``score()`` comes nearest to ``theirs``.
 
     First what is known to happen: all experts, all sinks, both (vLLM's ``reload_weights``), everything, the first or
     the last layers (an update that broke off), gate and up swapped; then any set of groups, the one that helps most
-    first. The model is as before afterwards, to the bit. Takes a few forward passes per layer.
+    first. The model is as before afterwards, to the bit. Takes a few forward passes per layer. On a mesh all ranks call
+    it, and ``score()`` gives all of them the same numbers.
     """
 
     def distance(hypotheses: Iterable[_Hypothesis]) -> float:
-        with put_back(model, hypotheses):
+        with put_back(model, hypotheses, mesh):
             mine = score()
         differences = torch.cat([(a - b).abs() for a, b in zip(theirs, mine, strict=True)])
         return float(differences.mean())
@@ -97,7 +101,7 @@ def diagnose(
         return value <= tolerance
 
     before = distance([])
-    known = [(distance([h]), index, h) for index, h in enumerate(_known(model, older))]
+    known = [(distance([h]), index, h) for index, h in enumerate(_known(model, older, mesh))]
     best = min(known, default=None)
     if best is not None and is_arithmetic(best[0]) and best[0] <= (1 - MIN_GAIN) * before:
         return _result([best[2]], before, best[0], explained=True)
@@ -133,7 +137,7 @@ def _greedy(
     return best
 
 
-def _known(model: GptOss, older: Mapping[str, Older]) -> Iterator[_Hypothesis]:
+def _known(model: GptOss, older: Mapping[str, Older], mesh: Mesh) -> Iterator[_Hypothesis]:
     """Simple explanations before those that contain them: of two that explain the same, the first is taken."""
     groups = parameter_groups(model)
     layers = range(model.config.num_layers)
@@ -153,12 +157,12 @@ def _known(model: GptOss, older: Mapping[str, Older]) -> Iterator[_Hypothesis]:
             yield _Hypothesis(f"everything from layer {layer} on", source, frozenset(order[border:]), value)
             yield _Hypothesis(f"everything before layer {layer}", source, frozenset(order[:border]), value)
         yield _Hypothesis("every parameter", source, frozenset(order), value)
-    current = dict(model.named_parameters())
+    current = _whole_parameters(model, mesh)
     gate_up = {layer: [n for n in groups[f"experts of layer {layer}"] if "gate_up" in n] for layer in layers}
     swaps = {"every layer": list(itertools.chain(*gate_up.values()))} | {f"layer {i}": n for i, n in gate_up.items()}
     for which, names in swaps.items():
         label = f"the experts of {which}"
-        yield _Hypothesis(label, f"with {_SWAPPED}", frozenset(names), lambda name: swapped(current[name].detach()))
+        yield _Hypothesis(label, f"with {_SWAPPED}", frozenset(names), lambda name: swapped(current(name)))
 
 
 def swapped(gate_up: Tensor) -> Tensor:
@@ -166,28 +170,38 @@ def swapped(gate_up: Tensor) -> Tensor:
     return gate_up.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
 
 
-def replacement(model: GptOss, change: Callable[[str, Tensor], Tensor]) -> _Hypothesis:
-    """For ``put_back``: every parameter as ``change(name, parameter)``."""
-    current = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return _Hypothesis("", "", frozenset(current), lambda name: change(name, current[name]))
+def replacement(model: GptOss, change: Callable[[str, Tensor], Tensor], mesh: Mesh = ALONE) -> _Hypothesis:
+    """For ``put_back``: every parameter as ``change(name, parameter)``, which is given it whole."""
+    current = _whole_parameters(model, mesh)
+    names = frozenset(name for name, _ in model.named_parameters())
+    return _Hypothesis("", "", names, lambda name: change(name, current(name)))
+
+
+def _whole_parameters(model: GptOss, mesh: Mesh) -> Older:
+    """Each parameter as it is now, by its name; ranks that hold parts of it gather it, when it is asked for."""
+    gather_before_use(model)
+    parameters = dict(model.named_parameters())
+    return lambda name: full_tensor(name, parameters[name].detach(), mesh, parameters[name].dtype)
 
 
 @contextmanager
-def put_back(model: GptOss, hypotheses: Iterable[_Hypothesis]) -> Iterator[None]:
-    """The model with the older values; afterwards it is as it was, to the bit."""
+def put_back(model: GptOss, hypotheses: Iterable[_Hypothesis], mesh: Mesh = ALONE) -> Iterator[None]:
+    """The model with the older values; afterwards it is as it was, to the bit. A rank holds its own parts of both."""
+    gather_before_use(model)
     parameters = dict(model.named_parameters())
     kept: dict[str, Tensor] = {}
     try:
         with torch.no_grad():
             for hypothesis in hypotheses:
-                for name in hypothesis.names:
-                    kept.setdefault(name, parameters[name].detach().clone())
-                    parameters[name].copy_(hypothesis.value(name))
+                for name in sorted(hypothesis.names):  # on all ranks in the same order
+                    kept.setdefault(name, local_part(parameters[name].detach()).clone())
+                    fill_part(name, parameters[name], hypothesis.value(name), mesh)
         yield
     finally:
+        gather_before_use(model)
         with torch.no_grad():
             for name, value in kept.items():
-                parameters[name].copy_(value)
+                local_part(parameters[name]).copy_(value)
 
 
 def _result(chosen: Sequence[_Hypothesis], before: float, after: float, *, explained: bool) -> Diagnosis:

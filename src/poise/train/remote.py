@@ -1,56 +1,18 @@
 """Servers as the engine of a run: they get the weights of each step before they sample from them."""
 
 import asyncio
-import secrets
-import shutil
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
+from functools import partial
 
-from poise.config import RunError
+import torch
+
 from poise.engine import EngineError, SglangEngine, VllmEngine
-from poise.engine.http import Marks, Outage, ServerGone, Servers
-from poise.model import GptOss, save_model
-from poise.model.checkpoint import Format
-from poise.train.diagnosis import Older
+from poise.engine.http import FAILURES, Marks, Outage, ServerGone
+from poise.model import GptOss
+from poise.parallel import ALONE, Mesh, led, settled, together
 from poise.train.sync import WeightSync
-from poise.train.weights import stored_parameters
+from poise.train.weights import SyncError
 from poise.types import Action
-
-
-class ReloadRoute:
-    """A checkpoint folder that every server reads when it is told to, by ``tell(url, folder)``.
-
-    The folder must mean the same to the servers. The newest checkpoint is kept for servers that come back, and the one
-    before for a diagnosis.
-    """
-
-    def __init__(
-        self, servers: Servers, folder: Path, tell: Callable[[str, Path], Awaitable[None]], *, format: Format
-    ) -> None:
-        self.servers, self.folder, self.tell, self.format = servers, folder.resolve(), tell, format
-        self._count = 0
-        self._kept: list[Path] = []
-
-    async def push(self, model: GptOss) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"weights_{self._count:06d}"
-        self._count += 1
-        await asyncio.to_thread(save_model, model, path, self.format)
-        self._kept.append(path)
-        while len(self._kept) > 2:
-            shutil.rmtree(self._kept.pop(0))
-        await asyncio.gather(*(self.give(server.url) for server in self.servers.all))
-
-    async def give(self, url: str) -> None:
-        await self.tell(url, self._kept[-1])
-
-    def older(self) -> Older | None:
-        return stored_parameters(self._kept[-2]) if len(self._kept) > 1 else None
-
-    async def close(self) -> None:
-        for path in self._kept:
-            shutil.rmtree(path)
-        self._kept.clear()
 
 
 class RemoteEngine:
@@ -58,10 +20,14 @@ class RemoteEngine:
 
     ``new_policy_version`` only says that the weights have moved; they are pushed before the next token is sampled, so
     that a push that fails comes when the step is written down. A push gives the servers the weights under a name that
-    no other run has, and proves that they arrived (``WeightSync``). A server that was restarted has lost the name: it
-    gets the weights again before anything it samples is taken. ``make_sync`` is called when the servers have passed the
-    handshake, ``on_close`` when the engine closes. ``is_ahead``: ``model`` may move while the servers sample, so a
-    server that came back is given the weights of the last push without a comparison with ``model``.
+    no other run has (it begins with ``run``), and proves that they arrived (``WeightSync``). A server that was
+    restarted has lost the name: it gets the weights again before anything it samples is taken. ``make_sync`` is called
+    when the servers have passed the handshake, ``on_close`` when the engine closes.
+
+    On a mesh each rank has such an engine and samples for itself. ``handshake`` and ``update`` are for all ranks
+    together: the first talks to the servers, all gather the weights. All must have called ``update`` before one
+    samples, and what one of them raises, all raise. ``is_ahead``: there may be requests between a step and its update,
+    whose tokens are still of the version before.
     """
 
     def __init__(
@@ -69,14 +35,16 @@ class RemoteEngine:
         client: VllmEngine | SglangEngine,
         model: GptOss,
         *,
+        run: str,
         make_sync: Callable[[], Awaitable[WeightSync]],
         max_context_tokens: int,
         is_ahead: bool = False,
         on_close: Callable[[], None] = lambda: None,
+        mesh: Mesh = ALONE,
     ) -> None:
         self.client, self.model, self.make_sync, self.on_close = client, model, make_sync, on_close
-        self.max_context_tokens, self.is_ahead = max_context_tokens, is_ahead
-        self._run = secrets.token_hex(4)
+        self.max_context_tokens, self.mesh, self.is_ahead = max_context_tokens, mesh, is_ahead
+        self._run = run
         self._wanted = 0
         self._pushed: int | None = None
         self._num_pushes = 0
@@ -96,21 +64,25 @@ class RemoteEngine:
     async def __call__(self, token_ids: Sequence[int], *, episode_id: str, seed: int, max_tokens: int) -> Action:
         """Raises RunError where no server can be had, or none that computes what the trainer does."""
         if self._pushed != self._wanted:
-            await self.update()
+            if self.mesh.shards is None:
+                await self.update()
+            elif self._pushed is None or not self.is_ahead:
+                raise RuntimeError(f"the weights of step {self._wanted} were not pushed before sampling: call update")
         return await self.client(token_ids, episode_id=episode_id, seed=seed, max_tokens=max_tokens)
 
     async def handshake(self) -> WeightSync:
         """Once: refuses servers that cannot be trained with. Raises RunError with the reason."""
         if self._sync is None:
-            for server in self.client.servers.all:
-                await self.client.servers.wait_until_healthy(server.url)
-            await self.client.resume()  # an earlier run may have ended while they were paused
-            await self.client.handshake(max_context_tokens=self.max_context_tokens)
+            # Every rank must reach every server; what they are is asked once.
+            together(self.mesh, await settled(self.mesh, self._wait_for_all()))
+            await led(self.mesh, self._shake_hands, carries=FAILURES)
             self._sync = await self.make_sync()
         return self._sync
 
     async def update(self) -> None:
         """Every server holds the weights as they are now. Tries again where one goes away meanwhile."""
+        if self.mesh.device is not None and self.mesh.device.type == "cuda":
+            torch.cuda.set_device(self.mesh.device)  # a loop of its own runs in a thread that begins with the first GPU
         async with self._one_at_a_time():
             if self._pushed == self._wanted:  # another request has done it
                 return
@@ -119,14 +91,13 @@ class RemoteEngine:
                 try:
                     await self._push(sync, version)
                     return
-                except (RunError, Outage) as error:
-                    if not is_outage(error) and not await self._is_forgotten():
+                except FAILURES as error:
+                    if not await led(self.mesh, partial(self._may_try_again, error)):
                         raise
                     if attempt == servers.retries:
                         raise EngineError(f"the weights of step {version} did not arrive: {error}") from error
                     servers.tell(f"the weights of step {version} did not arrive everywhere ({error}); trying again")
-                    for server in servers.all:
-                        await servers.wait_until_healthy(server.url)
+                    await led(self.mesh, self._wait_for_all)
 
     async def close(self) -> None:
         """Removes what was kept for the servers, and closes connections."""
@@ -144,6 +115,14 @@ class RemoteEngine:
             self._lock = (loop, asyncio.Lock())
         return self._lock[1]
 
+    async def _wait_for_all(self) -> None:
+        for server in self.client.servers.all:
+            await self.client.servers.wait_until_healthy(server.url)
+
+    async def _shake_hands(self) -> None:
+        await self.client.resume()  # an earlier run may have ended while they were paused
+        await self.client.handshake(max_context_tokens=self.max_context_tokens)
+
     async def _push(self, sync: WeightSync, version: int) -> None:
         servers = self.client.servers
         self._num_pushes += 1
@@ -154,7 +133,11 @@ class RemoteEngine:
         else:
             await sync.sync(self.model, version, mark=mark)
         servers.valid_marks = frozenset({mark})
+        await servers.welcome_all()
         self._pushed = version
+
+    async def _may_try_again(self, error: Exception) -> bool:
+        return is_outage(error) or await self._is_forgotten()
 
     async def _is_forgotten(self) -> bool:
         """Whether a server has lost the name of its weights: it was restarted during a push, which failed for that."""
@@ -167,16 +150,17 @@ class RemoteEngine:
         return False
 
     async def _restore(self, url: str) -> None:
-        """For one server that came back."""
+        """For one server that came back. Raises Outage where it has gone again."""
         async with self._one_at_a_time():
             mark = self._newest
             if self._sync is None or await self.client.read_mark(url) == mark:
-                return  # an update has reached it meanwhile
-            if self.is_ahead:
-                await self._sync.route.give(url)
-                await self.client.write_mark(url, mark)
-            else:
-                await self._sync.give(self.model, url, mark=mark)
+                return  # an update has reached it meanwhile, or another rank
+            try:
+                await self._sync.give(url, mark=mark)
+            except SyncError as error:
+                if is_silent(error):
+                    raise Outage(str(error)) from error
+                raise
 
 
 def is_outage(error: BaseException | None) -> bool:
@@ -184,5 +168,14 @@ def is_outage(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, ServerGone):
         if isinstance(error, Outage):
             return True
+        error = error.__cause__
+    return False
+
+
+def is_silent(error: BaseException | None) -> bool:
+    """Whether no answer at all is at the bottom of it, not even one of 5xx."""
+    while error is not None and not isinstance(error, ServerGone):
+        if isinstance(error, Outage):
+            return error.__cause__ is not None
         error = error.__cause__
     return False

@@ -7,9 +7,7 @@ import asyncio
 import json
 import shutil
 import socket
-import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,13 +21,17 @@ from torch.distributed import BroadcastOptions, ProcessGroupGloo, TCPStore
 
 from poise.config import ConfigError, RunError
 from poise.engine.http import EngineError, Outage, Servers
-from poise.model import GptOss, GptOssConfig, save_model
+from poise.model import GptOss, GptOssConfig
+from poise.model.checkpoint import MAX_SHARD_BYTES, Format
 from poise.model.config import FULL, SLIDING
+from poise.parallel import ALONE, Mesh, draw_all, export_model, full_tensors, held_part, led
 from poise.train.diagnosis import Older
 
 _EXPERTS = ".mlp.experts."
 _KINDS = {"float32": "fp32", "bfloat16": "bf16"}
 _POLL_S = 0.0005
+# Of the files that a mesh writes for servers.
+SHARD_BYTES = 64 * 2**20
 
 
 class SyncError(RunError):
@@ -47,8 +49,8 @@ class ServerKind:
 class Route(Protocol):
     """A way for weights. Raises SyncError where they did not arrive.
 
-    ``push``: returns when every server holds ``model``'s. ``give``: the weights pushed last to one server, which came
-    back from a restart. ``older``: those of the push before the last.
+    ``push``: returns when every server holds ``model``'s; all ranks of a mesh call it. ``give``: the weights pushed
+    last to one server, which came back from a restart; a rank calls it alone. ``older``: those of the push before.
     """
 
     async def push(self, model: GptOss) -> None: ...
@@ -102,15 +104,24 @@ async def server_kind(servers: Servers) -> ServerKind:
     return ServerKind(dtype=getattr(torch, dtype), device=device)
 
 
-def served_tensors(model: GptOss, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def served_tensors(model: GptOss, dtype: torch.dtype, mesh: Mesh = ALONE) -> Iterator[tuple[str, Tensor]]:
     """The model's parameters as ``dtype``, in Hugging Face's names but one tensor per expert: the only form of experts
-    that a vLLM which is already serving loads. One at a time; a sharded parameter is gathered when its turn comes."""
+    that a vLLM which is already serving loads. One at a time; on a mesh each is gathered when its turn comes, by all
+    ranks together, and is gone before the next where nobody keeps it."""
+    for name, whole in full_tensors(model, mesh, dtype):
+        for index, part in enumerate(_parts(name, len(whole))):
+            yield part, (whole if part == name else whole[index]).contiguous()
+        del whole
+
+
+def served_shapes(model: GptOss, mesh: Mesh = ALONE) -> dict[str, list[int]]:
+    """Name and shape of what ``served_tensors`` yields, in its order."""
+    shapes: dict[str, list[int]] = {}
     for name, parameter in model.named_parameters():
-        value = parameter.detach()
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        names = _parts(name, len(whole))
-        for part, tensor in zip(names, [whole] if names == [name] else whole.unbind(0), strict=True):
-            yield part, tensor.to(dtype).contiguous()
+        shape = list(held_part(name, parameter, mesh).shape)
+        parts = _parts(name, shape[0])
+        shapes |= dict.fromkeys(parts, shape if parts == [name] else shape[1:])
+    return shapes
 
 
 def _parts(name: str, length: int) -> list[str]:
@@ -119,23 +130,41 @@ def _parts(name: str, length: int) -> list[str]:
 
 
 class FolderRoute:
-    """Writes a checkpoint that every server then reads: works with every vLLM that has worker extensions, and across
-    machines where ``folder`` is on a file system that they share. The two newest checkpoints are kept: the current
-    weights, for servers that come back from a restart, and those before, for a diagnosis."""
+    """Writes a checkpoint that every server then reads, when it is told to by ``tell(url, folder)``, by default as
+    poise's plugin for vLLM wants to be told.
 
-    def __init__(self, servers: Servers, kind: ServerKind, folder: Path) -> None:
-        self.servers, self.kind, self.folder = servers, kind, folder.resolve()
+    The folder must mean the same to the servers, and on a mesh to all ranks, of which the first holds ``shard_bytes``
+    of tensors, or one larger, while it writes. The two newest checkpoints are kept: the current weights, for servers
+    that come back from a restart, and those before, for a diagnosis.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        kind: ServerKind,
+        folder: Path,
+        *,
+        tell: Callable[[str, Path], Awaitable[None]] | None = None,
+        mesh: Mesh = ALONE,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        self.servers, self.kind, self.folder, self.mesh = servers, kind, folder.resolve(), mesh
+        self.shard_bytes = MAX_SHARD_BYTES if mesh.shards is None else shard_bytes
+        self.tell = tell or self._tell_plugin
         self._kept: list[Path] = []
         self._count = 0
 
     async def push(self, model: GptOss) -> None:
-        await asyncio.to_thread(self._write, model)
-        await asyncio.gather(*(self.give(server.url) for server in self.servers.all))
+        if self.mesh.shards is None:
+            await asyncio.to_thread(self._write, model)
+        else:
+            self._write(model)
+        await led(self.mesh, self._give_all)
 
     async def give(self, url: str) -> None:
         path = self._kept[-1]
         try:
-            await _call(self.servers, url, "poise_load_folder", str(path))
+            await self.tell(url, path)
         except (Outage, EngineError) as error:
             raise SyncError(f"{url} did not load {path}: {error}") from error
 
@@ -143,49 +172,82 @@ class FolderRoute:
         return stored_parameters(self._kept[-2]) if len(self._kept) > 1 else None
 
     async def close(self) -> None:
-        for path in self._kept:
-            shutil.rmtree(path)
-        self._kept.clear()
+        self._remove_but(0)
+
+    async def _give_all(self) -> None:
+        await asyncio.gather(*(self.give(server.url) for server in self.servers.all))
+
+    async def _tell_plugin(self, url: str, path: Path) -> None:
+        await _call(self.servers, url, "poise_load_folder", str(path))
 
     def _write(self, model: GptOss) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         while (path := self.folder / f"weights_{self._count:06d}").exists():
             self._count += 1
-        save_model(model, path, "fp32" if self.kind.dtype == torch.float32 else "bf16")
+        path = self.mesh.gather_from_all(path)[0]
+        format: Format = "fp32" if self.kind.dtype == torch.float32 else "bf16"
+        export_model(model, path, self.mesh, format, max_shard_bytes=self.shard_bytes)
         self._kept.append(path)
-        while len(self._kept) > 2:
-            shutil.rmtree(self._kept.pop(0))
+        self._remove_but(2)
+
+    def _remove_but(self, num_kept: int) -> None:
+        while len(self._kept) > num_kept:
+            path = self._kept.pop(0)
+            if self.mesh.is_first:
+                shutil.rmtree(path)
 
 
 class TransferRoute:
     """Broadcasts each tensor to the workers of all servers: gloo to CPUs, NCCL to GPUs; nothing is written to disk.
 
-    The servers need ``--weight-transfer-config '{"backend": "poise"}'``. Copies of the current weights and of those
-    before stay in this machine's memory, in the servers' type. The group is made at the first ``push``, and again after
-    one that failed, as it does when a server was restarted. ``timeout_s``: how long a worker waits for a tensor.
+    The servers need ``--weight-transfer-config '{"backend": "poise"}'``. One process keeps copies of the current
+    weights and of those before in its memory, in the servers' type. A mesh keeps none: its first rank sends what all
+    gather, tensor by tensor, and a server that came back gets weights with the next push. The group is made at the
+    first ``push``, and again after one that failed, as it does when a server was restarted. ``timeout_s``: how long a
+    worker waits for a tensor.
     """
 
-    def __init__(self, servers: Servers, kind: ServerKind, *, timeout_s: float = 300.0) -> None:
-        self.servers, self.kind, self.timeout_s = servers, kind, timeout_s
+    def __init__(self, servers: Servers, kind: ServerKind, *, timeout_s: float = 300.0, mesh: Mesh = ALONE) -> None:
+        self.servers, self.kind, self.timeout_s, self.mesh = servers, kind, timeout_s, mesh
         self._group: _Group | None = None
         self._kept: list[dict[str, Tensor]] = []
 
     async def push(self, model: GptOss) -> None:
-        weights = {name: tensor.to("cpu", copy=True) for name, tensor in served_tensors(model, self.kind.dtype)}
-        self._kept = [*self._kept[-1:], weights]
+        shapes = served_shapes(model, self.mesh)
+        tensors = served_tensors(model, self.kind.dtype, self.mesh)
+        if self.mesh.shards is None:
+            weights = {name: tensor.to("cpu", copy=True) for name, tensor in tensors}
+            self._kept = [*self._kept[-1:], weights]
+            await self._send(shapes, iter(weights.items()))
+            return
+        if not self.mesh.is_first:
+            draw_all(tensors)
+        await led(self.mesh, lambda: self._send(shapes, tensors))
+
+    async def _send(self, shapes: Mapping[str, list[int]], tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """To all servers. Draws all ``tensors`` in any case: other ranks help to gather them."""
         try:
             if self._group is None:
-                self._group = await _connect([server.url for server in self.servers.all], self.servers, self, weights)
-            await self._group.send(weights)
+                self._group = await _connect([server.url for server in self.servers.all], self.servers, self, shapes)
+            await self._group.send(shapes, tensors)
         except (Outage, EngineError, RuntimeError) as error:
             self._group = None
             raise SyncError(f"the weights did not reach the servers: {error}") from error
+        finally:
+            draw_all(tensors)
 
     async def give(self, url: str) -> None:
+        if self.mesh.shards is not None:
+            raise SyncError(
+                f"{url} came back without weights, and a mesh keeps no copy to send to it before the next step; with "
+                'engine.weights "folder" there is one'
+            )
         self._group = None  # the server that came back is not in it any more
+        weights = self._kept[-1]
+        shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
         try:
-            group = await _connect([url], self.servers, self, self._kept[-1])
-            await group.send(self._kept[-1])
+            group = await _connect([url], self.servers, self, shapes)
+            await group.send(shapes, weights.items())
         except (Outage, EngineError, RuntimeError) as error:
             raise SyncError(f"the weights did not reach {url}: {error}") from error
 
@@ -219,48 +281,46 @@ class _Group:
     store: TCPStore
     group: Any
     device: torch.device
+    dtype: torch.dtype
 
-    async def send(self, weights: Mapping[str, Tensor]) -> None:
+    async def send(self, shapes: Mapping[str, list[int]], tensors: Iterable[tuple[str, Tensor]]) -> None:
         """One whole update. Raises Outage, EngineError or RuntimeError; the group is then of no use any more."""
-        info = {
-            "names": list(weights),
-            "shapes": [list(tensor.shape) for tensor in weights.values()],
-            "dtype": str(next(iter(weights.values())).dtype).removeprefix("torch."),
-        }
+        dtype = str(self.dtype).removeprefix("torch.")
+        info = {"names": list(shapes), "shapes": list(shapes.values()), "dtype": dtype}
         await self._ask("/start_weight_update", {})
-        stop = threading.Event()
-        sending = asyncio.create_task(asyncio.to_thread(self._broadcast, weights, stop))
+        answer = asyncio.create_task(self._ask("/update_weights", {"update_info": info}))
         try:
-            await self._ask("/update_weights", {"update_info": info})
+            await self._broadcast(tensors, answer)
+            await answer
         except BaseException:
-            stop.set()  # nobody receives any more: without this, the thread would wait until the time is out
-            await asyncio.gather(sending, return_exceptions=True)
+            if answer.done():
+                answer.result()  # a server's error says more than that of the broadcast
+            answer.cancel()
             raise
-        await sending
         await self._ask("/finish_weight_update", {})
 
     async def _ask(self, path: str, body: Mapping[str, Any]) -> None:
         await asyncio.gather(*(self.servers.ask(url, "POST", path, json=body) for url in self.urls))
 
-    def _broadcast(self, weights: Mapping[str, Tensor], stop: threading.Event) -> None:
+    async def _broadcast(self, tensors: Iterable[tuple[str, Tensor]], answer: "asyncio.Task[None]") -> None:
         options = BroadcastOptions()
         options.rootRank = 0
-        for tensor in weights.values():
+        for _, tensor in tensors:
             work = self.group.broadcast([tensor.to(self.device)], options)
             while not work.is_completed():
-                if stop.is_set():
+                if answer.done():  # nobody receives any more: to wait would be until the time is out
                     raise RuntimeError("a server gave up while it was receiving")
-                time.sleep(_POLL_S)
+                await asyncio.sleep(_POLL_S)
             work.wait()
+            del tensor, work  # gone before the next one is gathered
 
 
 async def _connect(
-    urls: Sequence[str], servers: Servers, route: TransferRoute, weights: Mapping[str, Tensor]
+    urls: Sequence[str], servers: Servers, route: TransferRoute, shapes: Mapping[str, list[int]]
 ) -> _Group:
-    """Makes a new group with the workers behind ``urls``. They are asked first whether they would take ``weights``: a
+    """Makes a new group with the workers behind ``urls``. They are asked first whether they would take ``shapes``: a
     broadcast that nobody receives waits until the time is out."""
-    shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
-    await asyncio.gather(*(_call(servers, url, "poise_require_shapes", shapes) for url in urls))
+    await asyncio.gather(*(_call(servers, url, "poise_require_shapes", dict(shapes)) for url in urls))
     answers = await asyncio.gather(*(servers.ask(url, "GET", "/get_world_size") for url in urls))
     sizes = [int(answer["world_size"]) for answer in answers]
     backend = "gloo" if route.kind.device == "cpu" else "nccl"
@@ -274,8 +334,8 @@ async def _connect(
         }  # fmt: skip
         inits.append(servers.ask(url, "POST", "/init_weight_transfer_engine", json={"init_info": init_info}))
     group, *_ = await asyncio.gather(asyncio.to_thread(_process_group, backend, store, 1 + sum(sizes), timeout), *inits)
-    device = torch.device("cpu" if backend == "gloo" else "cuda")
-    return _Group(urls=tuple(urls), servers=servers, store=store, group=group, device=device)
+    device = torch.device("cpu") if backend == "gloo" else route.mesh.device or torch.device("cuda")
+    return _Group(urls=tuple(urls), servers=servers, store=store, group=group, device=device, dtype=route.kind.dtype)
 
 
 async def forget_cached_keys(servers: Servers, urls: Sequence[str]) -> None:

@@ -1,0 +1,95 @@
+"""Weights leave a mesh tensor by tensor: whole, in the names the servers load, and never many at a time."""
+
+import asyncio
+
+import pytest
+import torch
+from fake_transfer import FakeTransfer
+from largest import LiveTensors
+from ranks import on_ranks, split_model, whole_model
+from serving import serving
+
+from poise.config import ParallelConfig
+from poise.engine import Servers
+from poise.model import load_model
+from poise.parallel import local_part, make_mesh
+from poise.train.weights import FolderRoute, ServerKind, SyncError, TransferRoute, served_shapes, served_tensors
+
+# So many layers that the model is many times its largest tensor, an expert stack.
+SHAPE = {"num_layers": 10, "num_experts": 4}
+MESHES = {"data": (2, 1, 1), "sequence": (1, 2, 1), "expert": (1, 1, 2), "data and expert": (2, 1, 2)}
+KIND = ServerKind(dtype=torch.bfloat16, device="cpu")  # so that a gathered tensor is no view of a float32 part
+
+
+def mesh_of(degrees):
+    data, sequence, expert = degrees
+    degrees = ParallelConfig(data_degree=data, sequence_degree=sequence, expert_degree=expert)
+    return make_mesh(degrees, torch.device("cpu"))
+
+
+def routes_of(mesh, url, folder):
+    async def tell(url, path):
+        assert (path / "model.safetensors.index.json").is_file()  # it is whole when a server hears of it
+
+    return {
+        "transfer": TransferRoute(Servers([url]), KIND, timeout_s=60.0, mesh=mesh),
+        "folder": FolderRoute(Servers([url]), KIND, folder / "weights", tell=tell, mesh=mesh, shard_bytes=1),
+    }
+
+
+def push(degrees, url, folder):
+    """The peak of each route on this rank, and of a mesh that gathers everything first."""
+    mesh = mesh_of(degrees)
+    model = split_model(mesh, **SHAPE)
+    peaks = {}
+    for name, route in routes_of(mesh, url, folder).items():
+        with LiveTensors(local_part(p) for p in model.parameters()) as live:
+            asyncio.run(route.push(model))
+        peaks[name] = live.peak
+    with LiveTensors(local_part(p) for p in model.parameters()) as live:
+        everything = dict(served_tensors(model, torch.bfloat16, mesh))
+    peaks["all at once"] = live.peak
+    shapes = {name: list(tensor.shape) for name, tensor in everything.items()}
+    assert served_shapes(model, mesh) == shapes
+    return peaks
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_no_rank_holds_more_than_a_few_tensors(name, tmp_path):
+    fake, degrees = FakeTransfer(), MESHES[name]
+    with serving(fake) as (url,):
+        by_rank = on_ranks(2 if name in ("data", "sequence", "expert") else 4, push, degrees, url, tmp_path)
+    model = whole_model(**SHAPE)
+    largest = max(p.numel() for p in model.parameters()) * 2
+    total = sum(p.numel() for p in model.parameters()) * 2
+    assert total > 10 * largest
+    for peaks in by_rank:
+        # What is gathered, the parts it is put together of, and what is made of it for its way.
+        assert largest <= peaks["transfer"] < 4 * largest
+        assert largest <= peaks["folder"] < 4 * largest
+        assert peaks["all at once"] >= total, "the test can see a whole copy"
+    sent = dict(served_tensors(model, torch.bfloat16))
+    assert list(fake.received) == list(sent)
+    assert all(torch.equal(fake.received[key], value) for key, value in sent.items())
+    assert fake.announced == {key: list(value.shape) for key, value in sent.items()}
+    (folder,) = (tmp_path / "weights").iterdir()
+    for key, value in load_model(folder, dtype=torch.bfloat16).named_parameters():
+        assert torch.equal(value, dict(model.named_parameters())[key].bfloat16()), key
+
+
+def push_in_vain(degrees, url):
+    mesh = mesh_of(degrees)
+    model = split_model(mesh)
+    route = TransferRoute(Servers([url]), KIND, timeout_s=60.0, mesh=mesh)
+    with pytest.raises(SyncError) as caught:
+        asyncio.run(route.push(model))
+    with pytest.raises(SyncError, match="a mesh keeps no copy"):
+        asyncio.run(route.give(url))
+    return str(caught.value)
+
+
+def test_a_server_that_gives_up_leaves_no_rank_waiting():
+    with serving(FakeTransfer(gives_up=5)) as (url,):
+        first, second = on_ranks(2, push_in_vain, MESHES["data"], url)
+    assert "the worker has no more memory" in first
+    assert first == second

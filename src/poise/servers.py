@@ -69,27 +69,6 @@ def connect(
         routes_shape=(model.config.num_layers, model.config.experts_per_token) if wants_routes else None,
     )
 
-    context = config.rollout.max_context_tokens
-
-    async def make_sync() -> WeightSync:
-        if isinstance(client, SglangEngine):
-            kind, folders, tell = *await led(mesh, lambda: sglang_kind(client), carries=FAILURES), tell_sglang(client)
-        else:
-            owners = await led(mesh, lambda: models_of(servers), carries=FAILURES)
-            if {owner.get("owned_by") for owner in owners} != {"poise"}:
-                if any(owner.get("owned_by") == "poise" for owner in owners):
-                    raise EngineError("engine.urls mixes poise serve with other servers: name servers of one kind")
-                sends_files = settings.weights == "folder"
-                return await weight_sync(
-                    client, model, folder=folder if sends_files else None, max_context_tokens=context, mesh=mesh
-                )
-            kind = ServerKind(dtype=getattr(torch, str(owners[0]["dtype"])), device="cpu")
-            urls = [server.url for server in servers.all]
-            folders = {url: str(owner["root"]) for url, owner in zip(urls, owners, strict=True)}
-            tell = reload_poise(servers)
-        route = FolderRoute(servers, kind, folder, tell=tell, mesh=mesh)
-        return proved_sync(client, model, route, kind, folders, context, mesh)
-
     def on_close() -> None:
         if processes is not None:
             processes.stop()
@@ -100,12 +79,35 @@ def connect(
         client,
         model,
         run=run,
-        make_sync=make_sync,
-        max_context_tokens=context,
+        make_sync=lambda: sync_of(client, model, config, folder, mesh),
+        max_context_tokens=config.rollout.max_context_tokens,
         is_ahead=config.rollout.max_staleness > 0,
         on_close=on_close,
         mesh=mesh,
     )
+
+
+async def sync_of(
+    client: SglangEngine | VllmEngine, model: GptOss, config: Config, folder: Path, mesh: Mesh
+) -> WeightSync:
+    """How weights get to servers of the kind that is there. Raises RunError for what cannot be served alike."""
+    servers, context = client.servers, config.rollout.max_context_tokens
+    if isinstance(client, SglangEngine):
+        kind, folders = await led(mesh, lambda: sglang_kind(client), carries=FAILURES)
+        route = FolderRoute(servers, kind, folder, tell=tell_sglang(client), mesh=mesh)
+        return proved_sync(client, model, route, kind, folders, context, mesh)
+    owners = await led(mesh, lambda: models_of(servers), carries=FAILURES)
+    if {owner.get("owned_by") for owner in owners} != {"poise"}:
+        if any(owner.get("owned_by") == "poise" for owner in owners):
+            raise EngineError("engine.urls mixes poise serve with other servers: name servers of one kind")
+        sends_files = config.engine.weights == "folder"
+        return await weight_sync(
+            client, model, folder=folder if sends_files else None, max_context_tokens=context, mesh=mesh
+        )
+    kind = ServerKind(dtype=getattr(torch, str(owners[0]["dtype"])), device="cpu")
+    folders = {server.url: str(owner["root"]) for server, owner in zip(servers.all, owners, strict=True)}
+    route = FolderRoute(servers, kind, folder, tell=reload_poise(servers), mesh=mesh)
+    return proved_sync(client, model, route, kind, folders, context, mesh)
 
 
 async def sglang_kind(client: SglangEngine) -> tuple[ServerKind, dict[str, str]]:

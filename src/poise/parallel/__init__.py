@@ -45,8 +45,8 @@ __all__ = [
     "put_away",
     "rows_of_rank",
     "settled",
-    "together",
     "split_copy",
+    "together",
     "ulysses",
     "whole_rows",
 ]

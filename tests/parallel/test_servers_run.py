@@ -22,7 +22,7 @@ from poise.servers import connect
 
 SHAPE = {
     "hidden_size": 16, "intermediate_size": 12, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8,
-    "num_experts": 4, "sliding_window": 16,
+    "num_experts": 4, "sliding_window": 16, "rope": "default", "rope_theta": 1000.0,
 }  # fmt: skip
 KEYS = {
     **{key.replace("_", "-"): value for key, value in SHAPE.items()},

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from poise.model import GptOss
-from poise.parallel import ALONE, Mesh, fill_part, full_tensor, local_part
-from poise.parallel.fsdp import gather_before_use
+from poise.parallel import ALONE, Mesh, fill_part, full_tensor, local_part, put_away
 
 # The older value of a parameter, by its name, in any type and on any device.
 Older = Callable[[str], Tensor]
@@ -179,7 +178,7 @@ def replacement(model: GptOss, change: Callable[[str, Tensor], Tensor], mesh: Me
 
 def _whole_parameters(model: GptOss, mesh: Mesh) -> Older:
     """Each parameter as it is now, by its name; ranks that hold parts of it gather it, when it is asked for."""
-    gather_before_use(model)
+    put_away(model)
     parameters = dict(model.named_parameters())
     return lambda name: full_tensor(name, parameters[name].detach(), mesh, parameters[name].dtype)
 
@@ -187,7 +186,7 @@ def _whole_parameters(model: GptOss, mesh: Mesh) -> Older:
 @contextmanager
 def put_back(model: GptOss, hypotheses: Iterable[_Hypothesis], mesh: Mesh = ALONE) -> Iterator[None]:
     """The model with the older values; afterwards it is as it was, to the bit. A rank holds its own parts of both."""
-    gather_before_use(model)
+    put_away(model)
     parameters = dict(model.named_parameters())
     kept: dict[str, Tensor] = {}
     try:
@@ -198,7 +197,7 @@ def put_back(model: GptOss, hypotheses: Iterable[_Hypothesis], mesh: Mesh = ALON
                     fill_part(name, parameters[name], hypothesis.value(name), mesh)
         yield
     finally:
-        gather_before_use(model)
+        put_away(model)
         with torch.no_grad():
             for name, value in kept.items():
                 local_part(parameters[name]).copy_(value)

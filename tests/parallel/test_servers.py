@@ -76,10 +76,10 @@ def log_probs(model, token_ids):
 async def follow(mesh, url, folder):
     """One update of the trainer, and what the server then scores; after it a server that kept some of the old."""
     model = split_model(mesh, **SHAPE)
-    trainer = Trainer(model, config_of(), mesh=mesh)
     engine = engine_of(model, [url], folder / "runs", mesh)
     sync = await engine.handshake()
     await engine.update()
+    trainer = Trainer(model, config_of(), mesh=mesh)  # as in a run, after forward passes of the canary
     old, first = whole(model, mesh), sync.difference
     trainer.step(batches_of(LENGTHS))
     engine.new_policy_version(1)

@@ -17,7 +17,7 @@ from poise.engine.http import FAILURES
 from poise.model import GptOss
 from poise.model.gpt_oss import packed_attend, top_k_route
 from poise.ops.log_probs import token_log_probs
-from poise.parallel import ALONE, Mesh, held_part, led
+from poise.parallel import ALONE, Mesh, held_part, led, put_away
 from poise.train.diagnosis import Diagnosis, Older, diagnose
 from poise.train.replay import recording_route
 
@@ -58,6 +58,7 @@ def choose_canary(model: GptOss, *, seed: int, max_tokens: int, num_sequences: i
     generator = torch.Generator().manual_seed(seed)
     candidates = torch.randint(config.vocab_size, (NUM_CANDIDATES, length), generator=generator).tolist()
     reached = mesh.gather_from_all(_experts_of(model, candidates, mesh))[0]
+    put_away(model)  # an optimizer that is made next must find the shards
     missing = {(layer, expert) for layer in range(config.num_layers) for expert in range(config.num_experts)}
     chosen: list[int] = []
     while len(chosen) < num_sequences:
@@ -77,6 +78,7 @@ def trainer_scores(model: GptOss, canary: Canary, mesh: Mesh = ALONE) -> list[Te
     targets = [token for sequence in canary.sequences for token in sequence[1:]]
     hidden = _hidden(model, [sequence[:-1] for sequence in canary.sequences], [], mesh)
     log_probs, _ = token_log_probs(hidden, model.lm_head.weight, torch.tensor(targets, device=hidden.device))
+    put_away(model)
     scores = list(log_probs.double().cpu().split([len(sequence) - 1 for sequence in canary.sequences]))
     return mesh.gather_from_all(scores)[0]
 

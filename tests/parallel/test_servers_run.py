@@ -62,7 +62,7 @@ class Served:
 def on_two_ranks(urls, folder, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "poise"]
     command += [*RECIPE, "--engine.urls", *urls, f"--run.folder={folder}", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500)
     return done.returncode, done.stdout
 
 

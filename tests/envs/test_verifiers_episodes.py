@@ -70,7 +70,7 @@ def test_a_rewritten_history_is_a_stream_of_its_own(play):
     # Every answer is trained on once, in one of the streams; the reward is the episode's.
     assert [len(stream.turns) for stream in streams] == [2, 1]
     assert [(stream.reward, stream.stop) for stream in streams] == [(1.5, Stop.DONE)] * 2
-    assert streams[0].metrics == {"reward/good": 1.5}
+    assert streams[0].metrics == {"reward/good": 1.5, "tool_calls": 0.0}
 
 
 def test_requests_at_the_same_time_are_answered_one_after_the_other(play):

@@ -44,7 +44,7 @@ class Worker:
         self.out = out
         self.episode_of: dict[str, int] = {}  # by the id of the trace, which verifiers sends with each request
         self.playing: dict[int, asyncio.Task[None]] = {}
-        self.waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.waiting: dict[int, tuple[int, asyncio.Future[dict[str, Any]]]] = {}  # request -> its episode, the answer
         self.numbers = itertools.count()
 
     def tell(self, **line: Any) -> None:
@@ -84,9 +84,12 @@ class Worker:
             if order["stop"] in self.playing:
                 self.playing[order["stop"]].cancel()
         else:
-            future = self.waiting.pop(order["answer"] if "answer" in order else order["refuse"], None)
-            if future is not None and not future.done():
-                future.set_result(order)
+            self.answer(order["answer"] if "answer" in order else order["refuse"], order)
+
+    def answer(self, request: int, answer: dict[str, Any]) -> None:
+        _, future = self.waiting.pop(request, (0, None))
+        if future is not None and not future.done():
+            future.set_result(answer)
 
     async def play(self, episode: int, index: int) -> None:
         traces: list[Any] = []
@@ -117,6 +120,8 @@ class Worker:
         finally:
             for trace in traces:
                 self.episode_of.pop(trace.id, None)
+            for request in [number for number, (of, _) in self.waiting.items() if of == episode]:
+                self.answer(request, {})  # nobody waits for it any more; the server must not wait for it when it ends
 
     async def chat(self, request: Any) -> Any:
         from aiohttp import web
@@ -124,14 +129,14 @@ class Worker:
         body = await request.json()
         episode = self.episode_of.get(request.headers.get("X-Session-ID", ""))
         if episode is None:
-            return web.json_response({"error": {"message": "this episode is over"}}, status=409)
+            return _is_over(web)
         number = next(self.numbers)
-        future = self.waiting[number] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.waiting[number] = episode, future
         self.tell(request=number, episode=episode, messages=body["messages"], tools=body.get("tools") or [])
-        try:
-            answer = await future
-        finally:
-            self.waiting.pop(number, None)
+        answer = await future
+        if not answer:
+            return _is_over(web)
         if "refuse" in answer:
             return web.json_response({"error": {"message": FULL, "code": "context_length_exceeded"}}, status=400)
         head = {"id": f"chatcmpl-{number}", "created": 0, "model": MODEL}
@@ -145,6 +150,10 @@ class Worker:
         chunk = head | {"object": "chat.completion.chunk", "choices": [choice | {"delta": delta}]}
         events = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
         return web.Response(text=events, content_type="text/event-stream")
+
+
+def _is_over(web: Any) -> Any:
+    return web.json_response({"error": {"message": "this episode is over"}}, status=409)
 
 
 def _sentence(error: Any) -> str:

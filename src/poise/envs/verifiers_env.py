@@ -90,7 +90,8 @@ class VerifiersEnv:
     program has rewritten its history or for a second one beside it, starts a stream of its own.
 
     After a limit of the rollout the environment reads an empty answer that was cut (``finish_reason`` "length"), to
-    further requests that the context is full, and grades what it has.
+    further requests that the context is full, and grades what it has. ``Outcome.metrics``: verifiers' metrics, its
+    rewards by weight as "reward/NAME", and "tool_calls".
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class VerifiersEnv:
         self._episode: _Episode | None = None
         self._request: dict[str, Any] | None = None
         self._end: dict[str, Any] | None = None
-        self._num_answers = 0
+        self._num_answers = self._num_calls = 0
 
     async def reset(self) -> Conversation:
         self._episode = self._child.play(self._index)
@@ -115,6 +116,7 @@ class VerifiersEnv:
         assert asked is not None, "reset comes before step"
         answer = to_answer(messages, number=self._num_answers)
         self._num_answers += 1
+        self._num_calls += len(answer.calls)
         self._answer(answer, "tool_calls" if answer.calls else "stop")
         await self._listen()
         if self._request is None:
@@ -136,7 +138,8 @@ class VerifiersEnv:
         assert self._end is not None, "reset comes before outcome"
         if "error" in self._end:
             raise ToolServerError(f"the verifiers environment failed: {self._end['error']}")
-        return Outcome(reward=self._end["reward"], metrics=self._end["metrics"])
+        metrics = {"tool_calls": float(self._num_calls), **self._end["metrics"]}
+        return Outcome(reward=self._end["reward"], metrics=metrics)
 
     async def close(self) -> None:
         if self._episode is not None:

@@ -150,10 +150,17 @@ def test_a_run_writes_its_folder_and_overwrites_none(tmp_path):
 def test_sft_then_eval(tmp_path, capsys):
     assert run(["sft", "arithmetic_tiny", *TINY, f"--folder={tmp_path}"]) == 0
     capsys.readouterr()
-    assert run(["eval", str(tmp_path / "t-001"), "--eval-problems=2"]) == 0
+    episodes = tmp_path / "said/episodes.jsonl"
+    to_file = f"--trajectories={episodes}"
+    assert run(["eval", str(tmp_path / "t-001"), "--eval-problems=2", to_file]) == 0
     printed = capsys.readouterr().out
     assert "reasoning_gym: 2 held-out problems" in printed
     assert "stopped: max tokens" in printed
+    lines = [json.loads(line) for line in episodes.read_text().splitlines()]
+    assert [line["episode_id"] for line in lines] == ["eval/0", "eval/1"]
+    assert all(line["text"].startswith("<|start|>user<|message|>") for line in lines)
+    assert run(["eval", str(tmp_path / "t-001"), to_file]) == 2
+    assert f"{episodes} exists: nothing is overwritten" in capsys.readouterr().err
     # A checkpoint folder works as well as a run folder.
     assert run(["eval", str(tmp_path / "t-001/checkpoints/step_000000")]) == 0
 

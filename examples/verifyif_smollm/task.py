@@ -1,4 +1,4 @@
-"""Instructions that a model of 135 million parameters can follow within a hundred words, half of the time or less."""
+"""Instructions that a model of 135 million parameters follows now and then: what reinforcement learning can work with."""
 
 import json
 from collections.abc import Sequence
@@ -10,7 +10,9 @@ from poise.envs.env import Row, Task
 from poise.harmony import Conversation, final, user
 
 SEEDS = Path(__file__).with_name("seeds.jsonl")
+HELD_OUT_SEEDS = Path(__file__).with_name("held_out_seeds.jsonl")  # other topics
 ANSWERS = Path(__file__).with_name("answers.jsonl")
+# Matters of form. What nearly every answer follows (words to avoid) or hardly any (words to include) has equal groups.
 INSTRUCTIONS = (
     "change_case:english_capital",
     "change_case:english_lowercase",
@@ -18,8 +20,6 @@ INSTRUCTIONS = (
     "detectable_format:number_bullet_lists",
     "detectable_format:number_highlighted_sections",
     "detectable_format:title",
-    "keywords:existence",
-    "keywords:forbidden_words",
     "punctuation:no_comma",
     "startend:end_checker",
     "startend:quotation",
@@ -30,11 +30,11 @@ def task_config() -> TaskConfig:
     return TaskConfig(
         name="verifyif",
         instructions=INSTRUCTIONS,
-        max_instructions=2,
-        credit="share",
+        max_instructions=1,
         data=str(SEEDS),
+        test_data=str(HELD_OUT_SEEDS),
         num_train_rows=4000,
-        num_test_rows=96,
+        num_test_rows=192,
         describes_tools=False,
     )
 

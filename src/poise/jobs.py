@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +194,8 @@ class Run:
         self.write(step, metrics)
         every = settings.log_trajectories_every
         if self.mesh.is_first and every and (step % every == 0 or step == 1):
-            trajectories = [trajectory for episode in rollout.episodes for trajectory in episode]
-            write_trajectories(self.folder, step, trajectories, self.parts.tokenizer.decode)
+            path = self.folder / "trajectories" / f"step_{step:06d}.jsonl"
+            write_trajectories(path, chain.from_iterable(rollout.episodes), self.parts.tokenizer.decode)
         if step % settings.save_every == 0 or step == settings.steps:
             self.save(trainer, "train", step)
         if self.config.rollout.max_staleness and isinstance(self.parts.engine, RemoteEngine):
@@ -336,14 +337,19 @@ def require_rows(parts: Parts, config: Config, *, warms_up: bool) -> None:
         next(demonstrations(parts.renderer, parts.task, config, skip=0))
 
 
-def eval_job(config: Config, console: Console) -> Evaluation:
-    """One episode for each held-out problem with the policy at ``model.path``; prints a table."""
+def eval_job(config: Config, console: Console, *, trajectories: Path | None = None) -> Evaluation:
+    """One episode for each held-out problem with the policy at ``model.path``; prints a table.
+
+    ``trajectories``: the file that gets the episodes, in the order of their problems.
+    """
     with on_mesh(config, console) as (mesh, console):
         parts = assemble(config, console, trains=False, mesh=mesh)
         parts.engine.new_policy_version(0)
         kept = kept_by("an evaluation keeps nothing")
         with interrupt_of(mesh) as interrupt, kept, connected(parts.engine, interrupt):
             evaluation = evaluate_parts(parts, config, console, interrupt)
+        if trajectories is not None and mesh.is_first:
+            write_trajectories(trajectories, chain.from_iterable(evaluation.episodes), parts.tokenizer.decode)
         title = f"{config.task.name}: {evaluation.num_problems} held-out problems"
         console.table(title, ["", config.model.path or "random weights"], metric_rows(evaluation.metrics))
     return evaluation

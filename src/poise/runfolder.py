@@ -65,12 +65,9 @@ def _from_dict(cls: Callable[..., T], values: Mapping[str, Any], *, where: str) 
     return cls(**arguments)
 
 
-def write_trajectories(
-    folder: Path, step: int, trajectories: Iterable[Trajectory], decode: Callable[[list[int]], str]
-) -> None:
-    """Writes ``trajectories/step_N.jsonl``: ids, text, mask, log-probs, versions, reward, stop; a line each."""
-    path = folder / "trajectories" / f"step_{step:06d}.jsonl"
-    path.parent.mkdir(exist_ok=True)
+def write_trajectories(path: Path, trajectories: Iterable[Trajectory], decode: Callable[[list[int]], str]) -> None:
+    """Writes the JSON lines ``path``: ids, text, mask, log-probs, versions, reward, stop; a line each."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         for trajectory in trajectories:
             line = {

@@ -21,6 +21,7 @@ poise: agentic reinforcement learning for GPT-OSS
   poise train --resume RUN [--key value ...]  go on from a run folder's latest checkpoint
   poise sft RECIPE [--key value ...]          the supervised warm start alone
   poise eval CHECKPOINT [--key value ...]     held-out reward of a checkpoint folder, or of a run's latest checkpoint
+       [--trajectories FILE.jsonl]            and its episodes
   poise mismatch CHECKPOINT --engine embedded|URL [--key value ...]    trainer beside engine: how far apart, and why
        [--episodes N | --tokens FILE.jsonl] [--engine-checkpoint DIR] [--previous DIR] [--json FILE]
   poise serve CHECKPOINT [--key value ...]    its policy behind vLLM's token endpoints
@@ -71,10 +72,14 @@ def _require_resumable(before: Config, config: Config) -> None:
 
 
 def eval_(args: list[str]) -> None:
+    given, args = take_option(args, "--trajectories")
+    path = None if given is None else Path(given)
+    if path is not None and path.exists():
+        raise ConfigError(f"--trajectories {path} exists: nothing is overwritten")
     config = _checkpoint_config(args, "eval")
     from poise.jobs import eval_job
 
-    eval_job(config, Console())
+    eval_job(config, Console(), trajectories=path)
 
 
 def mismatch(args: list[str]) -> None:

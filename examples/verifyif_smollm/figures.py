@@ -44,7 +44,9 @@ def print_table(columns: Mapping[str, Mapping[str, float]], title: str) -> None:
     print(f"\n| {title} | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
     for name in next(iter(columns.values())):
         digits = 1 if "tokens" in name else 3
-        print(f"| {name.replace('_', ' ')} | {' | '.join(f'{column[name]:.{digits}f}' for column in columns.values())} |")
+        print(
+            f"| {name.replace('_', ' ')} | {' | '.join(f'{column[name]:.{digits}f}' for column in columns.values())} |"
+        )
 
 
 def by_instruction(episodes: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -65,7 +67,8 @@ def curve(steps: Sequence[Mapping[str, float]], held_out: Sequence[tuple[int, fl
         return f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2"/>'
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif"'
+        ' font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
     ]
     for tenth in range(0, 11, 2):

@@ -30,7 +30,7 @@ def chat_ids(tokenizer: HarmonyTokenizer, text: str) -> list[int]:
     return [*said, BEGIN, *tokenizer.encode("assistant\n")]
 
 
-async def main(checkpoint: str, out: str, number: int = 320) -> None:
+async def main(checkpoint: str, out: str, number: int = 256) -> None:
     config = task_config()
     tokenizer, rows = HarmonyTokenizer.load(checkpoint), make_task(config).train_rows
     # Harmony's endings started as copies of the chat's own, and are as probable.

@@ -1,4 +1,4 @@
-"""Instructions that a model of 135 million parameters follows now and then: what reinforcement learning can work with."""
+"""Instructions that a model of 135 million parameters follows now and then: something to reinforce."""
 
 import json
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from poise.harmony import Conversation, final, user
 SEEDS = Path(__file__).with_name("seeds.jsonl")
 HELD_OUT_SEEDS = Path(__file__).with_name("held_out_seeds.jsonl")  # other topics
 ANSWERS = Path(__file__).with_name("answers.jsonl")
-# Matters of form. What nearly every answer follows (words to avoid) or hardly any (words to include) has equal groups.
+# Matters of form. What every answer follows (words to avoid) or none (capitals throughout) would have equal groups.
 INSTRUCTIONS = (
-    "change_case:english_capital",
     "change_case:english_lowercase",
+    "detectable_content:number_placeholders",
     "detectable_content:postscript",
     "detectable_format:number_bullet_lists",
     "detectable_format:number_highlighted_sections",

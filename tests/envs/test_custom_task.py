@@ -118,3 +118,19 @@ def test_keys_of_the_sandbox_are_refused_where_nothing_takes_them(in_folder, cap
     keys = "--task custom --task.factory my_sixth:make_task --sandbox.memory-mib 100"
     assert run(["train", "arithmetic_tiny", *keys.split()]) == 2
     assert "sandbox keys do nothing here: task.factory my_sixth:make_task has no parameter" in capsys.readouterr().err
+
+
+def test_its_checkpoint_is_evaluated_on_another_task(in_folder, capsys):
+    folder = in_folder("my_seventh")
+    keys = "--task custom --task.factory my_seventh:make_task --warm-start.steps 1 --run.folder runs --run.name t"
+    sizes = "--model.hidden-size 32 --model.intermediate-size 32 --max-turns 1 --num-layers 1"
+    lengths = "--max-action-tokens 8 --max-context-tokens 512 --demonstrations-per-step 2"
+    assert run(["sft", "arithmetic_tiny", *keys.split(), *sizes.split(), *lengths.split()]) == 0
+    (folder / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    # The run's factory makes no rows of GSM8K, and nobody asks for it.
+    assert (
+        run(["eval", "runs/t-001", "--task", "gsm8k", "--mental-share=0", "--tool=none", "--test-data=rows.jsonl"]) == 0
+    )
+    assert "gsm8k: 1 held-out problems" in capsys.readouterr().out
+    assert run(["eval", "runs/t-001", "--task", "gsm8k"]) == 2
+    assert "task.data is required by task gsm8k" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from poise.cli.keys import KEYS_HELP, parse, take_option
+from poise.cli.keys import KEYS_HELP, for_task_of, parse, take_option
 from poise.config import Config, ConfigError, EngineConfig, ParallelConfig
 from poise.console import Console
 from poise.recipes import RECIPES
@@ -152,7 +152,7 @@ def _checkpoint_config(args: list[str], command: str, *, reads: Sequence[str] | 
     settings = replace(default.run, eval_problems=0, tokens_per_microbatch=10**9)
     model = replace(default.model, path=str(checkpoint))
     # The servers that a run has sampled from may be gone.
-    default = replace(default, run=settings, model=model, engine=EngineConfig())
+    default = for_task_of(replace(default, run=settings, model=model, engine=EngineConfig()), args[1:])
     config = parse(default, args[1:], prog=f"poise {command} {folder}")
     for section in ("algorithm", "critic", "optimizer", "warm_start"):
         if getattr(config, section) != getattr(default, section):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from poise.config import Config, ConfigError
+from poise.config import Config, ConfigError, SandboxConfig, TaskConfig
 from poise.config.task import READ_BY
 
 KEYS_HELP = """\
@@ -33,7 +33,7 @@ def parse(default: Config, args: Sequence[str], *, prog: str, about: str = "") -
 
     Raises ConfigError for a key that is unknown, ambiguous, or would do nothing.
     """
-    args = [full_key(arg) if arg.startswith("--") and arg != "--help" else arg for arg in args]
+    args = _full_keys(args)
     config = tyro.cli(
         Config,
         default=default,
@@ -44,6 +44,17 @@ def parse(default: Config, args: Sequence[str], *, prog: str, about: str = "") -
     )
     _refuse_idle_keys(config, [arg[2:].partition("=")[0] for arg in args if arg.startswith("--")])
     return config
+
+
+def for_task_of(default: Config, args: Sequence[str]) -> Config:
+    """``default`` without the keys of its own task where ``args`` name another one, which does not read them."""
+    name, _ = take_option(_full_keys(args), "--task.name")
+    if name in (None, default.task.name, "custom") or not any(name in readers for readers in READ_BY.values()):
+        return default
+    fields = {field.name: getattr(default.task, field.name) for field in dataclasses.fields(default.task)}
+    kept = {key: value for key, value in fields.items() if name in READ_BY.get(key, (name,))}
+    task = dataclasses.replace(TaskConfig(), **(kept | {"name": name}))
+    return dataclasses.replace(default, task=task, sandbox=default.sandbox if task.runs_code else SandboxConfig())
 
 
 _BOUNDS_OF_RATIOS = ("algorithm.clip-low", "algorithm.clip-high", "algorithm.dual-clip")
@@ -64,6 +75,10 @@ def _refuse_idle_keys(config: Config, given: Sequence[str]) -> None:
             raise ConfigError(
                 f"--{key} does nothing for task {config.task.name}; it belongs to task {' and '.join(readers)}"
             )
+
+
+def _full_keys(args: Sequence[str]) -> list[str]:
+    return [full_key(arg) if arg.startswith("--") and arg != "--help" else arg for arg in args]
 
 
 def full_key(arg: str) -> str:

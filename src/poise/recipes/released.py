@@ -58,7 +58,8 @@ def gpt_oss_20b() -> Config:
 def gpt_oss_120b() -> Config:
     """gpt-oss-120b on GSM8K with the python tool: 64 GPUs (data 2 x sequence 4 x expert 8).
 
-    A rank's embedded engine holds a whole copy of the weights, 218 GiB here: more than a GPU has.
+    A rank's embedded engine holds a whole copy of the weights, 218 GiB here, which is more than a GPU has: sample from
+    servers (``--engine vllm --engine.urls ...``).
     """
     config = gpt_oss_20b()
     return replace(

@@ -93,3 +93,29 @@ def test_a_server_that_gives_up_leaves_no_rank_waiting():
         first, second = on_ranks(2, push_in_vain, MESHES["data"], url)
     assert "the worker has no more memory" in first
     assert first == second
+
+
+def test_one_process_keeps_what_it_sent_for_a_server_that_comes_back():
+    fake, model = FakeTransfer(), whole_model()
+    with serving(fake) as (url,):
+
+        async def run():
+            route = TransferRoute(Servers([url]), KIND, timeout_s=60.0)
+            before = dict(served_tensors(model, torch.bfloat16))
+            await route.push(model)
+            assert route.older() is None
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1.0)
+            await route.push(model)
+            pushed, fake.received = fake.received, {}
+            await route.give(url)
+            assert all(torch.equal(fake.received[key], value) for key, value in pushed.items())
+            stack = "model.layers.1.mlp.experts.down_proj"
+            expected = torch.stack([before[stack.replace("experts", f"experts.{i}")] for i in range(4)])
+            assert torch.equal(route.older()(stack), expected)
+
+        asyncio.run(run())
+    sent = dict(served_tensors(model, torch.bfloat16))
+    assert fake.received.keys() == sent.keys()
+    assert all(torch.equal(fake.received[key], value) for key, value in sent.items())

@@ -15,8 +15,6 @@ from typing import Any
 from examples.verifyif_smollm.task import instructed
 
 POINTS = {"upcycled": "upcycled", "warm": "after the warm start", "grpo": "after GRPO"}
-COUNTED = ("strict_prompt_accuracy", "loose_prompt_accuracy")
-SUMMED = ("strict_instruction_accuracy", "loose_instruction_accuracy")
 WIDTH, HEIGHT, LEFT, TOP = 640, 300, 48, 16
 
 
@@ -28,14 +26,16 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def summary(episodes: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def summary(episodes: Sequence[Mapping[str, Any]], *, by_instruction: bool = True) -> dict[str, float]:
     metrics = [episode["metrics"] for episode in episodes]
-    # An answer that was cut is not graded, and has followed nothing.
-    row = {name: mean([m.get(name, 0.0) for m in metrics]) for name in COUNTED}
-    for name in SUMMED:
-        whole = sum(m.get(f"{name}/whole", 0.0) for m in metrics)
-        row[name] = sum(m.get(f"{name}/part", 0.0) for m in metrics) / whole if whole else 0.0
-    row["ended by itself"] = mean([episode["stop"] == "done" for episode in episodes])
+    row = {}
+    for kind in ("strict", "loose"):
+        row[f"prompts followed, {kind}"] = mean([m[f"{kind}_prompt_accuracy"] for m in metrics])
+        if by_instruction:
+            name = f"{kind}_instruction_accuracy"
+            followed, given = (sum(m[f"{name}/{of}"] for m in metrics) for of in ("part", "whole"))
+            row[f"instructions followed, {kind}"] = followed / given
+    row["ended with a message"] = mean([episode["stop"] == "done" for episode in episodes])
     row["tokens of an answer"] = mean([sum(episode["response_mask"]) for episode in episodes])
     return row
 
@@ -44,16 +44,14 @@ def print_table(columns: Mapping[str, Mapping[str, float]], title: str) -> None:
     print(f"\n| {title} | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
     for name in next(iter(columns.values())):
         digits = 1 if "tokens" in name else 3
-        print(
-            f"| {name.replace('_', ' ')} | {' | '.join(f'{column[name]:.{digits}f}' for column in columns.values())} |"
-        )
+        print(f"| {name} | {' | '.join(f'{column[name]:.{digits}f}' for column in columns.values())} |")
 
 
 def by_instruction(episodes: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     found = defaultdict[str, list[float]](list)
     for episode in episodes:
         found[rows[episode["group_id"]]["instructions"][0]].append(episode["reward"])
-    return {f"{name} ({len(found[name])})": mean(found[name]) for name in sorted(found)}
+    return {f"`{name}` ({len(found[name])})": mean(found[name]) for name in sorted(found)}
 
 
 def curve(steps: Sequence[Mapping[str, float]], held_out: Sequence[tuple[int, float]]) -> str:
@@ -92,7 +90,8 @@ def curve(steps: Sequence[Mapping[str, float]], held_out: Sequence[tuple[int, fl
 def main(run: Path, evaluations: Path, image: Path) -> None:
     rows = instructed().test_rows
     mix = {title: read(evaluations / f"{name}_mix.jsonl") for name, title in POINTS.items()}
-    print_table({title: summary(episodes) for title, episodes in mix.items()}, f"{len(rows)} held-out prompts")
+    columns = {title: summary(episodes, by_instruction=False) for title, episodes in mix.items()}
+    print_table(columns, f"{len(rows)} held-out prompts")
     print_table({title: by_instruction(episodes, rows) for title, episodes in mix.items()}, "by instruction (prompts)")
     ifeval = {title: read(evaluations / f"{name}_ifeval.jsonl") for name, title in POINTS.items()}
     number = len(next(iter(ifeval.values())))
@@ -100,11 +99,13 @@ def main(run: Path, evaluations: Path, image: Path) -> None:
     steps = [step for step in read(run / "metrics.jsonl") if "reward_mean" in step]
     held_out = [(line["step"], line["metrics"]["reward_mean"]) for line in read(run / "evaluations.jsonl")]
     image.write_text(curve(steps, held_out), encoding="utf-8")
-    print("\n| step | reward | ended by itself | tokens | equal groups | entropy |\n|---|---|---|---|---|---|")
-    for step in steps:
-        if step["step"] % 5 == 0 or step["step"] == 1:
-            names = ("reward_mean", "stop_done", "response_tokens_per_episode", "equal_groups", "entropy")
-            print(f"| {step['step']} | {' | '.join(f'{step[name]:.2f}' for name in names)} |")
+    print("\n| steps | reward | ended with a message | tokens of an answer | groups of equal rewards | entropy |")
+    print("|---|---|---|---|---|---|")
+    names = ("reward_mean", "stop_done", "response_tokens_per_episode", "equal_groups", "entropy")
+    for first in range(0, len(steps), 5):
+        part = steps[first : first + 5]
+        values = " | ".join(f"{mean([step[name] for step in part]):.2f}" for name in names)
+        print(f"| {part[0]['step']:.0f}..{part[-1]['step']:.0f} | {values} |")
 
 
 if __name__ == "__main__":

@@ -85,9 +85,7 @@ def alone(tmp_path_factory):
     return left_behind(folder)
 
 
-@pytest.mark.parametrize(
-    "degrees", [(), ("--sequence-degree=2",), ("--expert-degree=2",)], ids=["data", "seq", "expert"]
-)
+@pytest.mark.parametrize("degrees", [(), ("--expert-degree=2",)], ids=["data", "expert"])
 def test_two_ranks_sample_and_learn_what_one_process_does(degrees, tmp_path, alone):
     with serving(Served(), Served()) as urls:
         code, text = on_two_ranks(urls, tmp_path, "--run.steps=2", *degrees)

@@ -314,7 +314,8 @@ def test_a_cancelled_call_ends_its_snippet(idle):
 
 
 SCRIPT = """
-import asyncio
+import asyncio, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever started the tests may have it ignored
 from poise.sandbox import Limits, Sandbox, protection
 
 run_python = Sandbox().run

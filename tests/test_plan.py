@@ -126,6 +126,22 @@ def test_the_copy_for_old_log_probs_is_counted_where_one_is_made():
     assert "copy of the policy" not in make_plan(MODEL, config(updates_per_batch=2)).phases["scoring"]
 
 
+def test_sampling_ahead_keeps_a_copy_and_goes_on_beside_the_update():
+    def phases(max_staleness, trains=True):
+        asked = config()
+        asked = replace(asked, rollout=replace(asked.rollout, max_staleness=max_staleness))
+        asked = replace(asked, algorithm=replace(asked.algorithm, correction="truncate"))
+        return make_plan(MODEL, asked, trains=trains).phases
+
+    now, ahead = phases(0), phases(2)
+    sampling = sum(size for name, size in now["rollout"].items() if name not in now["training"])
+    assert sampling > 0
+    assert ahead["rollout"] == now["rollout"] | {"engine weights": 4 * PARAMETERS}
+    extra = {"engine weights": 4 * PARAMETERS, "sampling ahead": sampling}
+    assert ahead["training"] == now["training"] | extra
+    assert phases(0, trains=False) == phases(2, trains=False)
+
+
 def test_a_mesh_that_cannot_be_is_refused():
     with pytest.raises(ConfigError, match=r"expert degree \(2\) must divide the 3 experts"):
         make_plan(MODEL, config(), mesh=Mesh(expert=2))

@@ -37,9 +37,10 @@ def make_plan(model_config: GptOssConfig, config: Config, *, mesh: Mesh | None =
     held = sizes.held(trains=trains)
     phases = {"rollout": held | sizes.rollout()}
     if trains:
+        beside = held | sizes.sampled_ahead()
         if scoring := sizes.scoring():
-            phases["scoring"] = held | scoring
-        phases["training"] = held | sizes.training()
+            phases["scoring"] = beside | scoring
+        phases["training"] = beside | sizes.training()
     return Plan(phases=phases)
 
 
@@ -82,8 +83,8 @@ class _Sizes:
         rows = context * max(episodes, demonstrations)  # of one optimizer step, at most
         self.accumulates = rows > config.run.tokens_per_microbatch * mesh.data * mesh.expert
         self.rows = -(-min(config.run.tokens_per_microbatch, rows) // mesh.sequence)
-        # Servers have caches of their own.
-        self.num_slots = rollout.num_slots if config.engine.kind == "embedded" else 1
+        self.is_embedded = config.engine.kind == "embedded"
+        self.num_slots = rollout.num_slots if self.is_embedded else 1  # servers have caches of their own
 
     def held(self, *, trains: bool) -> Items:
         """What lives from the first step to the last."""
@@ -105,7 +106,7 @@ class _Sizes:
         items["engine cache"] = self.num_slots * (
             2 * cached * model.num_kv_heads * model.head_dim * self.width + routes
         )
-        if self.mesh.num_ranks > 1 and self.config.engine.kind == "embedded":
+        if self.is_embedded and (self.mesh.num_ranks > 1 or (trains and config.max_staleness)):
             items["engine weights"] = (self.num_expert + self.num_dense) * self.width  # whole, on each rank
         if gathered := self._gathered():
             items["gathered blocks"] = 2 * gathered  # the one that computes and the one that is fetched ahead
@@ -148,6 +149,12 @@ class _Sizes:
         }
         name = max(candidates, key=lambda kind: candidates[kind])
         return {name: candidates[name]}
+
+    def sampled_ahead(self) -> Items:
+        """What the rollout of a later step takes while this one is trained."""
+        if not self.is_embedded or not self.config.rollout.max_staleness:
+            return {}
+        return {"sampling ahead": sum(self.rollout().values())}
 
     def _appended(self) -> int:
         """Tokens that a slot is fed at once behind a cached prefix, at most."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from poise.ops.mxfp4 import Mxfp4Stack
-from poise.ops.products import MIN_ROWS, rows_times, sum_over_rows
+from poise.ops.products import rows_times, sum_over_rows
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 # Elements of a block of rows in elementwise maths: 1 MiB in float32 on the CPU, where it should stay in the cache.
@@ -128,17 +128,9 @@ def products(
     out = rows.new_empty(len(rows), stack.shape[1 if is_transposed else 2])
     factors = matrices_of(stack, span.experts, rows.dtype, is_transposed=is_transposed)
     blocks, results = span.blocks(rows), span.blocks(out)
-    if bias is None:
-        for block, result, factor in zip(blocks, results, factors, strict=True):
-            rows_times(block, factor, out=result)
-        return out
-    biases = matrices_of(bias, span.experts, rows.dtype)
-    are_few = max(span.sizes) < MIN_ROWS  # as when sampling: what surrounds a product counts
+    biases = [None] * len(blocks) if bias is None else matrices_of(bias, span.experts, rows.dtype)
     for block, result, factor, b in zip(blocks, results, factors, biases, strict=True):
-        if are_few:
-            torch.addmm(b, block, factor, out=result)
-        else:
-            rows_times(block, factor, b, out=result)
+        rows_times(block, factor, b, out=result)
     return out
 
 

@@ -37,14 +37,23 @@ def rows_times(
     is_added: bool = False,
 ) -> Tensor:
     """out = rows @ matrix + bias, or out += rows @ matrix where ``is_added``."""
+    if not _is_onednns(rows, matrix.numel()):  # of few rows, as when sampling, what surrounds a product counts
+        _rows_times(rows, matrix, bias, out, is_added, is_onednn=False)
+        return out
     for part, is_onednn in _parts(rows, matrix.numel()):
-        if is_added:
-            _run(is_onednn, out[part].addmm_, rows[part], matrix)
-        elif bias is None:
-            _run(is_onednn, torch.mm, rows[part], matrix, out=out[part])
-        else:
-            _run(is_onednn, torch.addmm, bias, rows[part], matrix, out=out[part])
+        _rows_times(rows[part], matrix, bias, out[part], is_added, is_onednn=is_onednn)
     return out
+
+
+def _rows_times(
+    rows: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor, is_added: bool, *, is_onednn: bool
+) -> None:
+    if is_added:
+        _run(is_onednn, out.addmm_, rows, matrix)
+    elif bias is None:
+        _run(is_onednn, torch.mm, rows, matrix, out=out)
+    else:
+        _run(is_onednn, torch.addmm, bias, rows, matrix, out=out)
 
 
 def sum_over_rows(

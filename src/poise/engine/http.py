@@ -168,6 +168,11 @@ class Servers:
                     ) from error
             await asyncio.sleep(_delay(attempt))
 
+    async def wait_until_all_healthy(self) -> None:
+        """One after the other. Raises as ``wait_until_healthy``."""
+        for server in self.all:
+            await self.wait_until_healthy(server.url)
+
     async def welcome_all(self) -> None:
         """All of them hold the weights they should: also those that were given up get requests again."""
         state = self._loop_state()

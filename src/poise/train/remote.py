@@ -74,7 +74,7 @@ class RemoteEngine:
         """Once: refuses servers that cannot be trained with. Raises RunError with the reason."""
         if self._sync is None:
             # Every rank must reach every server; what they are is asked once.
-            together(self.mesh, await settled(self.mesh, self._wait_for_all()))
+            together(self.mesh, await settled(self.mesh, self.client.servers.wait_until_all_healthy()))
             await led(self.mesh, self._shake_hands, carries=FAILURES)
             self._sync = await self.make_sync()
         return self._sync
@@ -97,7 +97,7 @@ class RemoteEngine:
                     if attempt == servers.retries:
                         raise EngineError(f"the weights of step {version} did not arrive: {error}") from error
                     servers.tell(f"the weights of step {version} did not arrive everywhere ({error}); trying again")
-                    await led(self.mesh, self._wait_for_all)
+                    await led(self.mesh, servers.wait_until_all_healthy)
 
     async def close(self) -> None:
         """Removes what was kept for the servers, and closes connections."""
@@ -114,10 +114,6 @@ class RemoteEngine:
         if self._lock is None or self._lock[0] is not loop:
             self._lock = (loop, asyncio.Lock())
         return self._lock[1]
-
-    async def _wait_for_all(self) -> None:
-        for server in self.client.servers.all:
-            await self.client.servers.wait_until_healthy(server.url)
 
     async def _shake_hands(self) -> None:
         await self.client.resume()  # an earlier run may have ended while they were paused

@@ -71,10 +71,6 @@ class WeightSync:
             await self.engine.write_marks(mark)
             await self.engine.resume()
 
-        async def wait() -> None:
-            for server in servers.all:
-                await servers.wait_until_healthy(server.url)
-
         for attempt in itertools.count(1):
             try:
                 await self._led(self.engine.pause)
@@ -86,7 +82,7 @@ class WeightSync:
                 if attempt > servers.retries:
                     raise SyncError(f"{error} (tried {attempt} times: engine.retries {servers.retries})") from error
                 servers.tell(f"weights of step {version}: {error}; pushing them again")
-                await self._led(wait)
+                await self._led(servers.wait_until_all_healthy)
         await self.prove(model, thorough=thorough)
 
     async def prove(self, model: GptOss, *, thorough: bool = False) -> None:

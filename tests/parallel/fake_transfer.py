@@ -29,7 +29,7 @@ class FakeTransfer:
 
     async def call(self, request):
         body = await request.json()
-        assert body["method"] == "poise_require_shapes"
+        assert body["method"] == "poise_prepare_update"
         (self.announced,) = body["args"]
         return JSONResponse({"results": [None]})
 

@@ -1,6 +1,7 @@
 """Weights leave a mesh tensor by tensor: whole, in the names the servers load, and never many at a time."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from poise.config import ParallelConfig
 from poise.engine import Servers
 from poise.model import load_model
 from poise.parallel import local_part, make_mesh
+from poise.train import weights
 from poise.train.weights import FolderRoute, ServerKind, SyncError, TransferRoute, served_shapes, served_tensors
 
 # So many layers that the model is many times its largest tensor, an expert stack.
@@ -93,6 +95,30 @@ def test_a_server_that_gives_up_leaves_no_rank_waiting():
         first, second = on_ranks(2, push_in_vain, MESHES["data"], url)
     assert "the worker has no more memory" in first
     assert first == second
+
+
+class LateGroup:
+    """A process group whose broadcasts are seen to end long after they did, as on a busy machine."""
+
+    def __init__(self, group):
+        self.group = group
+
+    def broadcast(self, tensors, options):
+        work = self.group.broadcast(tensors, options)
+        polls = iter(range(200))  # 0.1 s at least: the servers' answers are here by then
+        return SimpleNamespace(
+            is_completed=lambda: next(polls, None) is None and work.is_completed(), wait=lambda: work.wait()
+        )
+
+
+def test_an_answer_may_come_before_the_last_broadcast_is_seen_to_end(monkeypatch):
+    fake, model = FakeTransfer(), whole_model()
+    make_group = weights._process_group
+    monkeypatch.setattr(weights, "_process_group", lambda *arguments: LateGroup(make_group(*arguments)))
+    with serving(fake) as (url,):
+        asyncio.run(TransferRoute(Servers([url]), KIND, timeout_s=60.0).push(model))
+    sent = dict(served_tensors(model, torch.bfloat16))
+    assert all(torch.equal(fake.received[key], value) for key, value in sent.items())
 
 
 def test_one_process_keeps_what_it_sent_for_a_server_that_comes_back():

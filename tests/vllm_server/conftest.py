@@ -16,7 +16,7 @@ from poise.model import GptOss, GptOssConfig, RopeConfig, save_model
 
 PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 START_S = 900  # a minute on a quiet machine
-VOCAB, WINDOW, CONTEXT = 512, 16, 512
+VOCAB, WINDOW, CONTEXT = 512, 16, 2048
 STOP_IDS = (1, 2)
 FLAGS = (
     "--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init", "--max-model-len", str(CONTEXT),

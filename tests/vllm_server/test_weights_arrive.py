@@ -112,6 +112,23 @@ def test_two_servers_get_the_weights_over_one_group(server, fresh_b, model_a, mo
     asyncio.run(run())
 
 
+def test_an_update_that_a_trainer_left_open_is_in_nobodys_way(server, model_a, model_b):
+    """As one does that is killed between two requests."""
+
+    async def run():
+        async with engine_at(server) as engine:
+            route = TransferRoute(engine.servers, await server_kind(engine.servers), timeout_s=60)
+            await route.push(model_b)
+            await engine.post("/start_weight_update", {})
+            with pytest.raises(SyncError, match="already active"):
+                await route.push(model_a)
+            assert await largest_difference(engine, model_b) < TOLERANCE
+            await route.push(model_a)
+            assert await largest_difference(engine, model_a) < TOLERANCE
+
+    asyncio.run(run())
+
+
 def mixed(new, old, is_stale):
     model = copy.deepcopy(new)
     with torch.no_grad():

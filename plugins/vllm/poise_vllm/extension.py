@@ -26,10 +26,15 @@ class WorkerExtension:
             "dtype": str(self.vllm_config.model_config.dtype).removeprefix("torch."),
         }
 
-    def poise_require_shapes(self, shapes: dict[str, list[int]]) -> None:
-        """Raises UpdateError where an update of these tensors would be refused: said before a group waits for it."""
+    def poise_prepare_update(self, shapes: dict[str, list[int]]) -> None:
+        """Raises UpdateError where an update of these tensors would be refused: said before a group waits for it.
+
+        Ends an update that a trainer began and left open, as one that was killed does: vLLM begins no other before.
+        """
         announced = {name: tuple(shape) for name, shape in shapes.items()}
         check_shapes(announced, expected_shapes(self.vllm_config.model_config.hf_config))
+        if self._weight_update_active:
+            self.finish_weight_update()
 
     def poise_load_folder(self, folder: str) -> dict[str, Any]:
         """A whole update from a Hugging Face checkpoint folder that every worker can read."""

@@ -308,8 +308,10 @@ class _Group:
         for _, tensor in tensors:
             work = self.group.broadcast([tensor.to(self.device)], options)
             while not work.is_completed():
-                if answer.done():  # nobody receives any more: to wait would be until the time is out
-                    raise RuntimeError("a server gave up while it was receiving")
+                if answer.done():
+                    # Raises where a server failed, which receives no more. Where all have everything, their answer may
+                    # be here before the last broadcast is seen to end.
+                    answer.result()
                 await asyncio.sleep(_POLL_S)
             work.wait()
             del tensor, work  # gone before the next one is gathered
@@ -320,7 +322,7 @@ async def _connect(
 ) -> _Group:
     """Makes a new group with the workers behind ``urls``. They are asked first whether they would take ``shapes``: a
     broadcast that nobody receives waits until the time is out."""
-    await asyncio.gather(*(_call(servers, url, "poise_require_shapes", dict(shapes)) for url in urls))
+    await asyncio.gather(*(_call(servers, url, "poise_prepare_update", dict(shapes)) for url in urls))
     answers = await asyncio.gather(*(servers.ask(url, "GET", "/get_world_size") for url in urls))
     sizes = [int(answer["world_size"]) for answer in answers]
     backend = "gloo" if route.kind.device == "cpu" else "nccl"

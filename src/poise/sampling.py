@@ -75,7 +75,10 @@ def rollouts(
 
     if lead == 0:
         for step in steps:
-            yield sampled(roll_out, step)
+            rollout = sampled(roll_out, step)
+            if isinstance(engine, EmbeddedEngine):
+                engine.rest()  # the trainer needs the memory now
+            yield rollout
     elif mesh.shards is None:
         with closing(ahead(partial(sampled, roll_out), steps, lead=lead, cancel=interrupt.cancel)) as whole:
             yield from whole

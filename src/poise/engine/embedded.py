@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from poise.engine.cache import Chunk, KeyValueCache, split_chunks
+from poise.engine.prepared import SamplingModel
 from poise.engine.sampler import request_uniforms, sample
 from poise.engine.slots import Request, Slot, num_to_feed, occupy, tokens_to_feed
 from poise.model import GptOss
 from poise.model.gpt_oss import top_k_route
-from poise.ops.products import linear
 from poise.types import Action
 
 # Cached prefixes longer than this many new tokens are fed in pieces: their scores take [heads, piece, context].
@@ -67,6 +67,7 @@ class EmbeddedEngine:
             device=weight.device,
         )
         self._slots = [Slot(index=i) for i in range(num_slots)]
+        self._sampling_model = SamplingModel(model, num_slots)
         self._waiting: deque[Request] = deque()
         self._task: asyncio.Task[None] | None = None
         self.is_paused = False
@@ -160,6 +161,7 @@ class EmbeddedEngine:
                 "new_policy_version while episodes are being sampled: their cache would mix two policies"
             )
         self.policy_version = version
+        self.rest()
         for slot in self._slots:
             if slot.request is not None:
                 self._keep_routes(slot, slot.request)
@@ -167,6 +169,10 @@ class EmbeddedEngine:
             else:
                 slot.episode_id, slot.is_finished, slot.last_used = None, False, 0
             slot.cached_ids.clear()
+
+    def rest(self) -> None:
+        """Gives up what sampling alone needs beside the cache, a copy of matrices, until the next forward."""
+        self._sampling_model.forget()
 
     def _keep_routes(self, slot: Slot, request: Request) -> None:
         """Of what the old policy has read; the new one overwrites them when it reads the stream again."""
@@ -283,7 +289,8 @@ class EmbeddedEngine:
             return expert_ids, expert_weights
 
         input_ids = torch.tensor(fed, device=device)
-        hidden = self.model(input_ids, attend.position_ids, attend, route)
+        model = self._sampling_model.current()
+        hidden = model(input_ids, attend.position_ids, attend, route)
         self._routes[attend.token_slots, attend.position_ids] = torch.stack(recorded, dim=1).to(torch.int16)
 
         sampling, last_rows, row = [], [], 0
@@ -296,7 +303,7 @@ class EmbeddedEngine:
                 sampling.append(slot)
                 last_rows.append(row - 1)
         if sampling:
-            self._sample(sampling, hidden[torch.tensor(last_rows, device=device)])
+            self._sample(sampling, model.lm_head(hidden[torch.tensor(last_rows, device=device)]))
 
     def _next_chunks(self, active: Sequence[Slot]) -> list[Chunk]:
         budget = self.max_prefill_tokens
@@ -312,14 +319,13 @@ class EmbeddedEngine:
                 chunks.append(Chunk(slot=slot.index, start=start, num_tokens=num_tokens))
         return [chunk for kind in split_chunks(chunks) for chunk in kind]
 
-    def _sample(self, slots: Sequence[Slot], hidden: Tensor) -> None:
+    def _sample(self, slots: Sequence[Slot], logits: Tensor) -> None:
         requests = [slot.request for slot in slots if slot.request is not None]
         uniforms = torch.tensor(
             [request.uniforms[len(request.sampled_ids)] for request in requests],
             dtype=torch.float64,
-            device=hidden.device,
+            device=logits.device,
         )
-        logits = linear(hidden, self.model.lm_head.weight, None)
         temperatures = [request.temperature for request in requests]
         temperature = torch.tensor(temperatures, device=logits.device)[:, None] if len(set(temperatures)) > 1 else None
         token_ids, log_probs = sample(

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from poise.ops.experts_rows import (
     HALF_TYPES,
     Span,
+    Stack,
     StackGradient,
     activation,
     activation_backward,
@@ -22,6 +23,7 @@ from poise.ops.experts_rows import (
     spans_of_sorted,
 )
 from poise.ops.mxfp4 import Mxfp4Stack
+from poise.ops.prepared import PreparedStack
 
 KERNELS = ("auto", "loop", "grouped", "reference")
 # Gate and up of the first rows are kept for the backward pass: of a quarter of the rows, or up to so many elements
@@ -32,9 +34,9 @@ MAX_KEPT = 2**22
 
 def routed_experts(
     x: Float[Tensor, "T D"],
-    gate_up: Float[Tensor, "E D F2"] | Mxfp4Stack,
+    gate_up: Float[Tensor, "E D F2"] | Mxfp4Stack | PreparedStack,
     gate_up_bias: Float[Tensor, "E F2"],
-    down: Float[Tensor, "E F D"] | Mxfp4Stack,
+    down: Float[Tensor, "E F D"] | Mxfp4Stack | PreparedStack,
     down_bias: Float[Tensor, "E D"],
     expert_ids: Int[Tensor, "T A"],
     expert_weights: Float[Tensor, "T A"],
@@ -54,7 +56,8 @@ def routed_experts(
     ``kernel``: "loop" multiplies the rows, sorted by expert, expert by expert; "grouped" all experts of them at once
     with torch's grouped products (float32 and half types; made for bfloat16 on GPUs); "reference" is the equation;
     "auto" takes "grouped" for bfloat16 on GPUs, else "loop". Half types on the CPU are computed in float32, expert by
-    expert. Frozen weights may stay packed (``Mxfp4Stack``; kernel "loop"), they are unpacked expert by expert.
+    expert. Frozen weights may stay packed (``Mxfp4Stack``; kernel "loop"), they are unpacked expert by expert; without
+    gradients they may be prepared for few rows an expert (``PreparedStack``).
 
     ``max_tokens_per_chunk``: the rows of so many tokens (A each) exist at once, and no gate and up are kept for the
     backward pass; None: "loop" holds about 1024 rows or 4 MiB, the larger, and "grouped" all of them, at most
@@ -67,6 +70,8 @@ def routed_experts(
     _check_operands(x, gate_up, gate_up_bias, down, down_bias, expert_ids, expert_weights)
     if max_tokens_per_chunk is not None and max_tokens_per_chunk < 1:
         raise ValueError(f"max_tokens_per_chunk must be positive or None, got {max_tokens_per_chunk}")
+    if isinstance(gate_up, PreparedStack) and torch.is_grad_enabled():
+        raise ValueError("prepared weights are for forwards without gradients: call it under torch.no_grad()")
     kernel = _chosen_kernel(kernel, x, gate_up, down)
     if kernel == "reference":
         assert isinstance(gate_up, Tensor)
@@ -95,15 +100,15 @@ def chosen_kernel(device: torch.device, dtype: torch.dtype) -> str:
     return "grouped" if is_made_for_it and torch.cuda.get_device_capability(device) >= (8, 0) else "loop"
 
 
-def _chosen_kernel(kernel: str, x: Tensor, gate_up: Tensor | Mxfp4Stack, down: Tensor | Mxfp4Stack) -> str:
+def _chosen_kernel(kernel: str, x: Tensor, gate_up: Stack, down: Stack) -> str:
     if kernel not in KERNELS:
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
-    is_packed = isinstance(gate_up, Mxfp4Stack) or isinstance(down, Mxfp4Stack)
+    is_plain = isinstance(gate_up, Tensor) and isinstance(down, Tensor)
     if kernel == "auto":
         # Rows of grouped products start at multiples of 16 bytes.
         is_aligned = all(size % 8 == 0 for size in (*gate_up.shape[1:], *down.shape[1:]))
-        return chosen_kernel(x.device, x.dtype) if is_aligned and not is_packed else "loop"
-    if is_packed and kernel != "loop":
+        return chosen_kernel(x.device, x.dtype) if is_aligned and is_plain else "loop"
+    if not is_plain and kernel != "loop":
         raise ValueError(f"kernel {kernel!r} takes no packed weights: choose 'loop' or unpack them")
     if reason := unavailable_reason(kernel, x.device, x.dtype):
         raise ValueError(f"kernel {kernel!r} cannot run here: {reason}; choose 'loop'")
@@ -143,9 +148,9 @@ class _RoutedExperts(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        gate_up: Tensor | Mxfp4Stack,
+        gate_up: Stack,
         gate_up_bias: Tensor,
-        down: Tensor | Mxfp4Stack,
+        down: Stack,
         down_bias: Tensor,
         expert_ids: Tensor,
         expert_weights: Tensor,
@@ -278,9 +283,9 @@ def _rounded(grad: Tensor | None, like: Tensor) -> Tensor | None:
 
 def _check_operands(
     x: Tensor,
-    gate_up: Tensor | Mxfp4Stack,
+    gate_up: Stack,
     gate_up_bias: Tensor,
-    down: Tensor | Mxfp4Stack,
+    down: Stack,
     down_bias: Tensor,
     ids: Tensor,
     weights: Tensor,

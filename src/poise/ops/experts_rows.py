@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 
 from poise.ops.mxfp4 import Mxfp4Stack
+from poise.ops.prepared import PreparedStack
 from poise.ops.products import rows_times, sum_over_rows
+
+# A stack of matrices [E, I, O] as it is, in four bits, or laid out for products of few rows.
+Stack = Tensor | Mxfp4Stack | PreparedStack
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 # Elements of a block of rows in elementwise maths: 1 MiB in float32 on the CPU, where it should stay in the cache.
@@ -113,10 +117,10 @@ def matrices_of(
     return chosen if stack.dtype == dtype else (matrix.to(dtype) for matrix in chosen)
 
 
-def products(
-    rows: Tensor, stack: Tensor | Mxfp4Stack, bias: Tensor | None, span: Span, *, is_transposed: bool = False
-) -> Tensor:
+def products(rows: Tensor, stack: Stack, bias: Tensor | None, span: Span, *, is_transposed: bool = False) -> Tensor:
     """Each row [I] times its expert's matrix [I, O], or that transposed, plus its bias -> [R, O]."""
+    if isinstance(stack, PreparedStack):
+        return _prepared_products(rows, stack, bias, span)
     if span.offsets is not None:
         assert isinstance(stack, Tensor)
         out = torch.nn.functional.grouped_mm(rows, stack.transpose(1, 2) if is_transposed else stack, offs=span.offsets)
@@ -132,6 +136,12 @@ def products(
     for block, result, factor, b in zip(blocks, results, factors, biases, strict=True):
         rows_times(block, factor, b, out=result)
     return out
+
+
+def _prepared_products(rows: Tensor, stack: PreparedStack, bias: Tensor | None, span: Span) -> Tensor:
+    biases = [None] * len(stack.matrices) if bias is None else bias.unbind()
+    blocks = zip(span.blocks(rows), span.experts, strict=True)
+    return torch.cat([stack.matrices[expert].product(block, biases[expert]) for block, expert in blocks])
 
 
 class StackGradient:

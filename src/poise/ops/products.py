@@ -146,7 +146,7 @@ def why_not_onednn() -> str | None:
         return "torch was built without MKL or oneDNN"
     if reason := _of_cpu(Path("/proc/cpuinfo")):
         return reason
-    if _largest_error(partial(_run, True, torch.mm)) > MAX_ERROR:
+    if largest_error(partial(_run, True, torch.mm)) > MAX_ERROR:
         return "oneDNN rounds float32 products to bfloat16"
     return None
 
@@ -167,7 +167,7 @@ def _of_cpu(cpuinfo: Path) -> str | None:
     return None
 
 
-def _largest_error(multiply: Callable[..., object]) -> float:
+def largest_error(multiply: Callable[..., object]) -> float:
     """Of trial products by ``multiply(left, right, out=...)`` beside float64, as a part of their largest number."""
     generator = torch.Generator().manual_seed(0)
     rows, matrix = (torch.randn(shape, generator=generator) for shape in ((64, 256), (256, 128)))

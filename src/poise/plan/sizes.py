@@ -13,6 +13,7 @@ from poise.config import Config, ConfigError
 from poise.config.errors import require
 from poise.engine.cache import MAX_SCORES
 from poise.engine.embedded import MAX_CONTINUING_TOKENS
+from poise.engine.prepared import paying_matrices
 from poise.model import GptOss, GptOssConfig, require_packable
 from poise.ops.attention_cpu import MIN_BLOCK
 from poise.ops.experts import room_to_keep
@@ -135,7 +136,8 @@ class _Sizes:
     # --- sampling ---
 
     def rollout(self) -> Items:
-        """The largest of: the forward over prompts, attention of what a tool appends, sampling from the logits."""
+        """Matrices prepared for sampling, and the largest of: the forward over prompts, attention of what a tool
+        appends, sampling from the logits."""
         rollout, model = self.config.rollout, self.model
         slots, context, width = self.num_slots, rollout.max_context_tokens, self.width
         tokens = min(rollout.max_prefill_tokens, slots * context) + slots
@@ -148,7 +150,18 @@ class _Sizes:
             "logits": logits,
         }
         name = max(candidates, key=lambda kind: candidates[kind])
-        return {name: candidates[name]}
+        items = {name: candidates[name]}
+        if prepared := self._prepared():
+            items["prepared matrices"] = prepared
+        return items
+
+    def _prepared(self) -> int:
+        is_cpu = self.config.model.device == "cpu" or not torch.cuda.is_available()
+        if not (self.is_embedded and is_cpu):
+            return 0
+        dtype = torch.bfloat16 if self.config.model.dtype == "bfloat16" else torch.float32
+        paying = paying_matrices(self.model, self.num_slots, dtype, torch.device("cpu"))
+        return self.width * sum(number * elements for number, elements in paying.values())
 
     def sampled_ahead(self) -> Items:
         """What the rollout of a later step takes while this one is trained."""

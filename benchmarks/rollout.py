@@ -14,7 +14,8 @@ since the speed of a shared machine drifts.
     python benchmarks/rollout.py [--episodes 32 128] [--rounds 5] [--threads 2] [--vllm PYTHON_OF_ITS_ENVIRONMENT]
         [--clock wall|cpu]
 
-vLLM is started from .venv-vllm (`make vllm`) where that is there; while others have their turn its server idles.
+vLLM is started from .venv-vllm (`make vllm`) where that is there; while others have their turn its processes are
+stopped (SIGSTOP), since a server that waits still takes time from them.
 `--clock cpu` counts the CPU seconds of all threads and processes of a system: what counts on a machine that others use
 too, with one thread.
 """
@@ -182,9 +183,13 @@ class VllmServer:
                     raise SystemExit(f"vLLM did not start:\n{self.log.read_text(errors='replace')[-3000:]}") from None
                 time.sleep(1)
 
+    def signal(self, number: int) -> None:
+        """To all of its processes."""
+        os.killpg(self.process.pid, number)
+
     def __exit__(self, *error: object) -> None:
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            self.signal(signal.SIGKILL)
         self.process.wait()
 
 
@@ -198,17 +203,21 @@ def poise_run(model: GptOss, num_episodes: int) -> Run:
     return run
 
 
-def vllm_run(url: str, vocab_size: int) -> Run:
+def vllm_run(server: VllmServer, vocab_size: int) -> Run:
     def run(episodes: Sequence[Episode]) -> int:
         async def main() -> int:
-            engine = VllmEngine(Servers([url]), stop_ids=(), vocab_size=vocab_size)
+            engine = VllmEngine(Servers([server.url]), stop_ids=(), vocab_size=vocab_size)
             await engine.post("/reset_prefix_cache")
             try:
                 return await play(engine, episodes)
             finally:
                 await engine.close()
 
-        return asyncio.run(main())
+        server.signal(signal.SIGCONT)
+        try:
+            return asyncio.run(main())
+        finally:
+            server.signal(signal.SIGSTOP)
 
     return run
 
@@ -278,6 +287,7 @@ def main() -> None:
         try:
             for server in servers:
                 server.__enter__()
+                server.signal(signal.SIGSTOP)
             own = time.perf_counter if args.clock == "wall" else time.process_time
             clocks: dict[str, Callable[[], float]] = {"poise": own, "Transformers": own, "vLLM": own}
             if args.clock == "cpu":
@@ -286,7 +296,7 @@ def main() -> None:
                 runs: dict[str, Run] = {"poise": poise_run(model, num_episodes)}
                 runs["Transformers"] = lambda episodes: generate(theirs, episodes, tokenizer.pad or 0)
                 for server in servers:
-                    runs["vLLM"] = vllm_run(server.url, config.vocab_size)
+                    runs["vLLM"] = vllm_run(server, config.vocab_size)
                 for title, workload in (("single", single_turns), ("tools", with_tools)):
                     episodes = workload(num_episodes, np.random.default_rng(0))
                     row = row_of(f"{title}, {num_episodes}", measure(runs, episodes, args.rounds, clocks), episodes)

@@ -11,6 +11,7 @@ import torch
 
 from poise.ops import experts
 from poise.ops.attention import KERNELS, chosen_kernel, unavailable_reason
+from poise.ops.prepared import is_exact
 from poise.ops.products import MIN_ROWS, why_not_onednn
 from poise.sandbox import SandboxError, protection
 
@@ -70,7 +71,8 @@ def products() -> Row:
     """Who multiplies float32 matrices."""
     if reason := why_not_onednn():
         return "float32", f"torch's choice of library: {reason}"
-    return "float32", f"oneDNN from {MIN_ROWS} rows on, with AVX-512, which MKL does without on this CPU; MKL below"
+    sampling = ", and of few rows while sampling, with matrices laid out for it" if is_exact() else ""
+    return "float32", f"oneDNN from {MIN_ROWS} rows on{sampling}; else MKL, which does without AVX-512 on this CPU"
 
 
 def number_types() -> Row:

@@ -37,7 +37,8 @@ $(ADAPTERS)/.installed: $(INSTALLED) Makefile
 		> $$($(ADAPTERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
 	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		gem-llm==0.1.0 openenv-core==0.3.0 msgspec==0.23.0 nltk==3.10.4
-	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check fastmcp==4.2.3 fastapi==0.165.0 uvicorn==0.54.0
+	$(ADAPTERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts \
+		fastmcp==4.2.3 fastapi==0.165.0 uvicorn==0.54.0
 	touch $@
 
 $(VERIFIERS)/.installed: Makefile

@@ -277,6 +277,17 @@ def test_recipes_are_listed(capsys):
     assert "gsm8k_tiny" in printed
 
 
+@pytest.mark.parametrize("command", ["recipes", "plan arithmetic_tiny", "plan arithmetic_tiny --help", "train"])
+def test_a_command_ends_quietly_when_nobody_reads_on(tmp_path, command):
+    # As in `poise plan RECIPE | head -3`; a shell says 128 + 13 of a program that SIGPIPE has ended.
+    words = command.split() if command != "train" else ["train", "arithmetic_tiny", *TINY, f"--folder={tmp_path}"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "poise", *words], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_saves_and_exits_130(tmp_path, number):
     folder = tmp_path / "t-001"

@@ -19,11 +19,16 @@ class Bar:
             self._progress.update(self._task, advance=1, note=note)
 
 
+class _Rich(RichConsole):
+    def on_broken_pipe(self) -> None:
+        raise  # called where BrokenPipeError is handled: what to do then is the command line's matter
+
+
 class Console:
     """Lines and tables on stdout. Bars only on a terminal, so that a log file stays readable."""
 
     def __init__(self, *, is_silent: bool = False) -> None:
-        self._rich = RichConsole(highlight=False, soft_wrap=True, quiet=is_silent)
+        self._rich = _Rich(highlight=False, soft_wrap=True, quiet=is_silent)
         if not self._rich.is_terminal:
             self._rich.width = 1000  # a file has no width of its own: no cell of a table is cut
         self._progress = Progress(

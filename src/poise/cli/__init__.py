@@ -1,8 +1,12 @@
 """The command line: ``poise train``, ``sft``, ``eval``, ``serve``, ``mismatch``, ``plan``, ``recipes``, ``doctor``."""
 
 import logging
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from poise.cli.commands import COMMANDS, USAGE
 from poise.cli.keys import KEYS_HELP
@@ -11,8 +15,30 @@ from poise.interrupt import Interrupted
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exit codes: 0 done, 1 failed while running, 2 refused before anything started, 130 interrupted and saved."""
-    sys.exit(run(sys.argv[1:] if argv is None else argv))
+    """Exit codes: 0 done, 1 failed while running, 2 refused before anything started, 130 interrupted and saved, 141
+    nobody reads what it prints any more (``poise plan RECIPE | head -3``), as of a program that SIGPIPE ends."""
+    code: int | str | None
+    try:
+        try:
+            code = run(sys.argv[1:] if argv is None else argv)
+        except SystemExit as end:  # --help has been printed
+            code = end.code
+        if sys.stdout is not None:  # closed from the start
+            sys.stdout.flush()
+    except BrokenPipeError:
+        gone = [stream for stream in (sys.stdout, sys.stderr) if stream is not None and _has_no_reader(stream)]
+        if not gone:
+            raise  # another pipe than these: a failure like any other
+        for stream in gone:  # what is left in its buffer goes nowhere, without a complaint at the exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        code = 128 + signal.SIGPIPE
+    sys.exit(code)
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)  # errors are told of without being asked for
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def run(argv: Sequence[str]) -> int:

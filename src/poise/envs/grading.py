@@ -13,20 +13,28 @@ _MAX_PART = 2000  # characters
 _RELATIVE_TOLERANCE = Fraction(1, 10**12)  # what float arithmetic in a tool leaves behind, far below any near miss
 
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
+# Not inside a word or a decimal, nor an exponent or an index; a time or a ratio such as 10:42 is no number.
 _NUMBER = re.compile(
-    rf"""(?<![\w^.])(?P<sign>[-+]?)\s?(?:
+    rf"""(?<![^\W_])(?<![\^.])(?<![\^_]\{{)(?<![^\W_]_)(?P<sign>[-+]?)\s?(?:
+        (?P<clock>[0-9]+(?::[0-9]+)+)
+      |
         (?P<whole>[0-9]+)?\s*\\frac\s*\{{\s*(?P<top>{_DIGITS})\s*\}}\s*\{{\s*(?P<bottom>{_DIGITS})\s*\}}
       | (?:(?P<mixed>[0-9]+)\s+)?(?P<over>{_DIGITS})\s*/\s*(?P<under>{_DIGITS})
-      | (?P<plain>{_DIGITS})
+      | (?P<plain>(?:{_DIGITS})(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?)
     )""",
     re.VERBOSE,
 )
 _EXPRESSION = re.compile(r"(?:[0-9\s.,+\-*/^(){}]|\\(?:frac|sqrt|times|cdot|div)(?![a-zA-Z]))+")
 _OPERATOR = re.compile(r"[+\-*/^]|\\")
 _BOLD = re.compile(r"(?<![\w)])\*\*(?=\S)(.+?)(?<=\S)\*\*(?![\w(])")
+_EMPHASIZED = re.compile(r"\s*(\*|_{1,3})([^*_]+)\1[\s.]*")
+_BEFORE_CURRENCY = re.compile(r"(?<=[A-Za-z])(?=\\?[$€£¥₹])")  # US$5
+_MINUS_IN_WORDS = re.compile(r"(?i)\b(?:minus|negative)\s+(?=[$€£¥₹]?[0-9.])")
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_FROM_SUPERSCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789")
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[-+.0-9]))")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _REWRITES = (
-    ("−", "-"),
     ("{,}", ","),
     ("\\dfrac", "\\frac"),
     ("\\tfrac", "\\frac"),
@@ -65,20 +73,35 @@ def number_in(text: str) -> Fraction | None:
 def _answer_part(text: str) -> str:
     boxed = last_boxed(text)
     # The end is enough for a last number, and what follows is slow on long texts.
-    part = (boxed if boxed is not None else text.rpartition("####")[2])[-_MAX_PART:]
+    part = with_plain_characters((boxed if boxed is not None else text.rpartition("####")[2])[-_MAX_PART:])
+    part = _MINUS_IN_WORDS.sub("-", _BEFORE_CURRENCY.sub(" ", part))
     for old, new in _REWRITES:
         part = part.replace(old, new)
     part = _BOLD.sub(r"\1", _TEXT.sub(r" \1 ", part))
+    emphasized = _EMPHASIZED.fullmatch(part)
+    part = emphasized[2] if emphasized else part
     before, _, after = part.rpartition("=")
     return (after if any(c.isdigit() for c in after) else before or after).strip().rstrip(".")
 
 
+def with_plain_characters(text: str) -> str:
+    """``text`` with the minus, the exponents and the thousands of typesetters as a keyboard has them."""
+    text = re.sub("[\u2010-\u2013](?=[$.0-9])|[\u2212\ufe63\uff0d]", "-", text)
+    text = re.sub("(?<=[0-9])[\u00a0\u2009\u202f_'’](?=[0-9]{3}(?![0-9]))", "", text)
+    return _SUPERSCRIPT.sub(lambda found: "^" + found[0].translate(_FROM_SUPERSCRIPT), text)
+
+
 def last_boxed(text: str) -> str | None:
-    """The content of the last ``\\boxed{}`` or ``\\fbox{}``, to its closing brace; None where there is none."""
-    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
-    if start < 0:
+    """The content of the last ``\\boxed{}`` or ``\\fbox{}``, to its closing brace; None where there is none.
+
+    ``\\boxed 42``: the rest of the formula or line.
+    """
+    starts = list(_BOXED.finditer(text))
+    if not starts:
         return None
-    begin = text.index("{", start) + 1
+    begin = starts[-1].end()
+    if text[begin - 1] != "{":
+        return re.split(r"[$\n]", text[begin : begin + _MAX_PART], maxsplit=1)[0]
     depth = 1
     for i in range(begin, len(text)):
         depth += {"{": 1, "}": -1}.get(text[i], 0)
@@ -98,6 +121,8 @@ def _last_number(part: str) -> Fraction | None:
     if not found:
         return None
     last = found[-1]
+    if last["clock"]:
+        return None
     sign = -1 if last["sign"] == "-" else 1
     try:
         if last["plain"]:

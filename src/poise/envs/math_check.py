@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import And, Eq, false
+from sympy import And, Eq, false  # type: ignore[import-untyped]
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
 _BOXED = (LatexExtractionConfig(boxed_match_priority=0),)

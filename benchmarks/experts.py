@@ -1,9 +1,10 @@
 """Routed experts: time and peak memory beside Transformers' three implementations, in one run, with ratios.
 
-float32 on the CPU, top 4 of 32, one layer; forward with all gradients, and forward alone without gradients. "20b" is a
-layer of GPT-OSS 20B (hidden and inner 2880). Transformers' module holds the weights and poise uses the same. Memory is
-what the allocator held at most at once beyond operands and weights: result and gradients included. Cases that would not
-fit into memory or take too long are left out and said so.
+float32 on the CPU, top 4 of 32, one layer; forward with all gradients, forward alone without gradients, and "prepared":
+the same as the embedded engine samples, on a copy of the weights laid out for few rows, whose making is not timed and
+whose memory is not counted. "20b" is a layer of GPT-OSS 20B (hidden and inner 2880). Transformers' module holds the
+weights and poise uses the same. Memory is what the allocator held at most at once beyond operands and weights: result
+and gradients included. Cases that would not fit into memory or take too long are left out and said so.
 
     python benchmarks/experts.py [--sizes 512 2880] [--tokens 64 1024 4096 16384] [--threads 2] [--backward-only]
 """
@@ -16,7 +17,9 @@ from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from poise.ops.experts import routed_experts
+from poise.ops.prepared import pays, prepared_stack
 
+PREPARED = "prepared"
 NAMES = ("poise", "eager", "grouped_mm", "batched_mm")
 
 
@@ -36,11 +39,17 @@ def runs_of(module: GptOssExperts, tokens: int, num_active: int, *, with_gradien
     top, expert_ids = logits.topk(num_active, dim=-1)
     weights = top.softmax(dim=-1).requires_grad_()
     grad = torch.randn(tokens, module.hidden_size)
+    rows_of_expert = tokens * num_active // module.num_experts
     stacks = (module.gate_up_proj, module.gate_up_proj_bias, module.down_proj, module.down_proj_bias)
 
+    prepared = list[object](stacks)
+    is_prepared = not with_gradients and pays(stacks[2][0].numel(), rows_of_expert, x.dtype, x.device)
+    if is_prepared:
+        prepared[0], prepared[2] = prepared_stack(stacks[0]), prepared_stack(stacks[2])
+
     def forward(name: str) -> torch.Tensor:
-        if name == "poise":
-            return routed_experts(x, *stacks, expert_ids, weights)
+        if name in ("poise", PREPARED):
+            return routed_experts(x, *(stacks if name == "poise" else prepared), expert_ids, weights)
         module.config._experts_implementation = name
         return module(x, expert_ids, weights)
 
@@ -50,7 +59,7 @@ def runs_of(module: GptOssExperts, tokens: int, num_active: int, *, with_gradien
         with torch.no_grad():
             return forward(name)
 
-    return {name: lambda name=name: run(name) for name in NAMES}
+    return {name: lambda name=name: run(name) for name in (*NAMES, *[PREPARED] * is_prepared)}
 
 
 def needed_bytes(module: GptOssExperts, tokens: int, num_active: int, *, with_gradients: bool) -> dict[str, float]:
@@ -124,9 +133,11 @@ def main() -> None:
                 for name, result in results.items():
                     if result.seconds and tokens >= 1024:
                         seconds[name, with_gradients] = result.seconds / tokens
-                row = [c for name in NAMES for c in cells(results[name], results["poise"])]
-                kind = "forward + backward" if with_gradients else "no_grad forward"
-                print(f"| {size} | {tokens} | {kind} |", " | ".join(row), "|", flush=True)
+                for own in [name for name in ("poise", PREPARED) if name in results]:
+                    row = [c for name in (own, *NAMES[1:]) for c in cells(results[name], results[own])]
+                    kind = "forward + backward" if with_gradients else "no_grad forward"
+                    kind += ", prepared" if own == PREPARED else ""
+                    print(f"| {size} | {tokens} | {kind} |", " | ".join(row), "|", flush=True)
                 if with_gradients and args.experts == 32 and not results["poise"].note:
                     found += [f"{size}, {tokens}: {line}" for line in aims(size, tokens, results)]
     print()

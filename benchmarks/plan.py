@@ -119,6 +119,7 @@ def measured_peaks(model_config: GptOssConfig, config: Config) -> dict[str, int]
         trainer.step(batches[:1])  # from now on AdamW has its moments
         with record_function("phase:rollout"):
             asyncio.run(sample_to_the_brim(engine, model_config, config))
+            engine.rest()  # as before a run trains
             gc.collect()
         if "scoring" in make_plan(model_config, config).phases:
             with record_function("phase:scoring"):

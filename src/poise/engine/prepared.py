@@ -98,6 +98,7 @@ class SamplingModel:
         self._parameters = list(model.parameters())  # to walk through the modules takes longer than to look at them
         weight = model.lm_head.weight
         is_plain = all(type(module) is Experts for module in model.modules() if isinstance(module, Experts))
+        is_plain = is_plain and not weight.is_inference()  # such parameters have no version to look at
         self._names = paying_matrices(model.config, num_tokens, weight.dtype, weight.device) if is_plain else {}
         self._prepared: GptOss | None = None
         self._state: tuple[int, ...] = ()

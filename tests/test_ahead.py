@@ -1,9 +1,11 @@
 """Rollouts that run ahead of the trainer: what may run when, how old tokens are, and that 0 is the plain loop."""
 
+import gc
 import json
 import os
 import signal
 import threading
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -14,9 +16,13 @@ from poise.ahead import ahead
 from poise.assembly import assemble
 from poise.config import AlgorithmConfig, Config, ConfigError, ModelConfig, RolloutConfig, RunConfig, TaskConfig
 from poise.console import Console
+from poise.engine import prepared as engine_prepared
 from poise.interrupt import Interrupt, Interrupted
 from poise.jobs import train_job
 from poise.loop import Rollout, roll_out, staleness, train
+from poise.ops import prepared
+from poise.parallel import ALONE
+from poise.sampling import rollouts
 from poise.train.checkpoint import latest_checkpoint
 from poise.train.trainer import Trainer
 from poise.types import Stop, Trajectory, Turn
@@ -131,6 +137,29 @@ def test_a_lead_of_0_is_bit_equal_to_the_plain_loop(tmp_path):
     own = dict(parts.model.named_parameters())
     assert all(torch.equal(value, own[name]) for name, value in weights.items() if name in own)
     assert own.keys() & weights.keys()
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+def test_what_only_sampling_needs_is_gone_when_the_trainer_has_the_rollout(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared, "is_exact", lambda: True)
+    monkeypatch.setattr(prepared, "MIN_WORK", 1)
+    config = config_of(tmp_path, lead=0)
+    parts, made = assemble(config, Console()), []
+    make = engine_prepared.prepared_model
+
+    def noted(*args):
+        model = make(*args)
+        made.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(engine_prepared, "prepared_model", noted)
+    source = rollouts(
+        parts.engine, parts.renderer, parts.task, config, [1, 2], interrupt=Interrupt(), console=Console(), mesh=ALONE
+    )  # fmt: skip
+    for number, _ in enumerate(source, start=1):
+        gc.collect()
+        assert len(made) == number
+        assert all(ref() is None for ref in made)
 
 
 def test_a_run_ahead_logs_its_staleness_and_corrects_for_it(tmp_path):

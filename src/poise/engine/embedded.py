@@ -1,7 +1,8 @@
 """The embedded engine: continuous batching on the trainer's own parameters.
 
-It reads the parameters in place, so there is no copy of the weights and nothing to go stale; what does go stale when
-they move are the cached keys and values, which ``new_policy_version`` drops.
+It reads the parameters in place, so there is nothing to bring over. What goes stale when they move are the cached keys
+and values, which ``new_policy_version`` drops, and on some CPUs matrices that were laid out for sampling
+(``poise.engine.prepared``), which are made again.
 """
 
 import asyncio

@@ -22,16 +22,21 @@ MAX_ROWS = 128
 
 @dataclass(frozen=True)
 class PreparedMatrix:
-    """``plain`` [I, O], and a copy in oneDNN's layout, which does not follow what becomes of ``plain``."""
+    """``plain`` [I, O], and a copy in oneDNN's layout, which does not follow what becomes of ``plain``.
+
+    ``min_rows``: from so many on the copy is used.
+    """
 
     plain: Tensor
     laid_out: Tensor
+    min_rows: int
 
     def product(self, rows: Float[Tensor, "R I"], bias: Float[Tensor, " O"] | None) -> Float[Tensor, "R O"]:
         """rows @ plain + bias, without gradients."""
-        if len(rows) <= MAX_ROWS and len(rows) * self.plain.numel() >= MIN_WORK:
+        num_rows = rows.shape[0]  # len() of a tensor takes a microsecond, here as often as there are experts
+        if self.min_rows <= num_rows <= MAX_ROWS:
             return _product(rows, self.laid_out, bias)
-        return rows_times(rows, self.plain, bias, out=rows.new_empty(len(rows), self.plain.shape[1]))
+        return rows_times(rows, self.plain, bias, out=rows.new_empty(num_rows, self.plain.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class PreparedStack:
 @torch.no_grad()
 def prepared_matrix(plain: Float[Tensor, "I O"]) -> PreparedMatrix:
     """As it is now."""
-    return PreparedMatrix(plain.detach(), _laid_out(plain))
+    return PreparedMatrix(plain.detach(), _laid_out(plain), min_rows=-(-MIN_WORK // plain.numel()))
 
 
 def prepared_stack(stack: Float[Tensor, "E I O"]) -> PreparedStack:

@@ -98,7 +98,7 @@ class _Linear(torch.autograd.Function):
 
 def _is_onednns(rows: Tensor, num_elements: int) -> bool:
     return (
-        len(rows) >= MIN_ROWS
+        rows.shape[0] >= MIN_ROWS
         and num_elements >= MIN_ELEMENTS
         and rows.dtype == torch.float32
         and rows.device.type == "cpu"

@@ -1,11 +1,13 @@
 """Rollouts that run ahead of the trainer: what may run when, how old tokens are, and that 0 is the plain loop."""
 
+import asyncio
 import gc
 import json
 import os
 import signal
 import threading
 import weakref
+from concurrent.futures import CancelledError
 from dataclasses import replace
 
 import pytest
@@ -84,6 +86,16 @@ def test_what_fails_or_ends_early_cancels_the_rest():
     next(iterator)
     iterator.close()
     assert cancelled == [True, True]
+
+
+def test_a_rollout_whose_thread_only_begins_when_all_are_cancelled_is_cancelled_too():
+    """Or the run, which has failed, would wait for the whole of it."""
+    with Interrupt(in_background=True) as interrupt:
+        assert interrupt.run(asyncio.sleep(0, "before")) == "before"
+        interrupt.cancel()
+        with pytest.raises(CancelledError):
+            interrupt.run(asyncio.sleep(0, "after"))
+        assert interrupt.finish(asyncio.sleep(0, "cleaned up")) == "cleaned up"
 
 
 def test_staleness_by_hand():

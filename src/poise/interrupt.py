@@ -31,6 +31,7 @@ class Interrupt:
         self, *, agree: Callable[[bool], bool] = bool, grace_s: float | None = None, in_background: bool = False
     ) -> None:
         self.is_requested = False
+        self._is_cancelled = False
         self._agree, self._grace_s = agree, grace_s
         self._cancels: list[Callable[[], None]] = []
         self._in_background = in_background
@@ -61,7 +62,8 @@ class Interrupt:
         self.cancel()
 
     def cancel(self) -> None:
-        """Cancels whatever ``run`` is running."""
+        """Cancels whatever ``run`` is running, and at once what it is given later: a thread may be about to begin."""
+        self._is_cancelled = True
         for cancel in list(self._cancels):
             cancel()
 
@@ -91,7 +93,7 @@ class Interrupt:
 
             self._cancels.append(cancel)
             try:
-                if self.is_requested:
+                if self.is_requested or self._is_cancelled:
                     task.cancel()
                 return await task
             finally:

@@ -289,6 +289,28 @@ def test_an_answer_of_a_process_without_the_current_weights_is_thrown_away():
     assert action == with_client(act, FakeVllm())
 
 
+def test_a_server_that_is_lost_again_while_it_is_welcomed_back_is_not_forgotten():
+    async def work(engine):
+        servers, read = engine.servers, asyncio.Event()
+        (server,) = servers.all
+
+        async def read_mark(url):
+            read.set()
+            return "run-1"
+
+        servers.marks = Marks(read=read_mark, restore=pytest.fail)
+        servers.valid_marks = frozenset({"run-1"})
+        state = servers._loop_state()
+        async with state.changed:  # as whoever is just waking up: the server is found well, and nobody is told yet
+            await servers._suspect(server, Outage("gone"))
+            await read.wait()
+            await servers._suspect(server, Outage("gone again"))
+        await asyncio.gather(*state.tasks)
+        return server.is_ready
+
+    assert with_client(work, FakeVllm())
+
+
 def test_without_a_way_to_restore_the_weights_it_says_so():
     async def work(engine):
         async def restore(url):

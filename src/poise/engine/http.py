@@ -260,29 +260,39 @@ class Servers:
 
     def _start_reviving(self, server: Server) -> None:
         state = self._loop_state()
-        if not any(task.get_name() == server.url for task in state.tasks):
+        if not any(task.get_name() == server.url and not task.done() for task in state.tasks):
             task = asyncio.create_task(self._revive(server, state), name=server.url)
             state.tasks.add(task)
             task.add_done_callback(state.tasks.discard)
 
     async def _revive(self, server: Server, state: _Loop) -> None:
         """Until the server is healthy and holds the weights it should; an error that stays ends every wait."""
+        problem: RunError | None = None
         try:
-            while not server.is_ready:
-                await self.wait_until_healthy(server.url)
-                try:
-                    await self._restore_weights(server)
-                    server.is_ready = True
-                except Outage as error:
-                    self.tell(f"{error}; trying again")
-                    await asyncio.sleep(FIRST_DELAY_S)
-            self.tell(f"{server.url} answers again")
+            while not await self._is_restored(server):
+                await asyncio.sleep(FIRST_DELAY_S)
         except RunError as error:
-            if not any(other.is_ready for other in self.all):
-                self._error = error if isinstance(error, EngineError) else EngineError(str(error))
-            self.tell(f"{server.url} is given up: {error}")
+            problem = error
         async with state.changed:
+            # From here to its end this task waits for nothing: whoever finds the server lost again starts another.
+            if problem is None:
+                server.is_ready = True
+                self.tell(f"{server.url} answers again")
+            else:
+                if not any(other.is_ready for other in self.all):
+                    self._error = problem if isinstance(problem, EngineError) else EngineError(str(problem))
+                self.tell(f"{server.url} is given up: {problem}")
             state.changed.notify_all()
+
+    async def _is_restored(self, server: Server) -> bool:
+        """Waits until it is healthy; False where it then went away while its weights were looked at."""
+        await self.wait_until_healthy(server.url)
+        try:
+            await self._restore_weights(server)
+        except Outage as error:
+            self.tell(f"{error}; trying again")
+            return False
+        return True
 
     async def _restore_weights(self, server: Server) -> None:
         if self.marks is None or not self.valid_marks or await self.marks.read(server.url) in self.valid_marks:

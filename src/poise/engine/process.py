@@ -1,6 +1,8 @@
 """Servers that poise starts itself, with the command that the user gave."""
 
+import os
 import shlex
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -20,16 +22,21 @@ class ServerProcesses:
     def __init__(self, command: str, *, checkpoint: Callable[[], Path], log_folder: Path) -> None:
         self.command, self.checkpoint, self.log_folder = command, checkpoint, log_folder
         self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._is_new: dict[str, bool] = {}  # whether it was started in the outage that is under way
 
     def start(self, url: str, is_first: bool) -> None:
         """Starts a server unless it runs already; later calls of the same outage only look after it.
 
-        Raises ConfigError for a command that cannot be started, and EngineError for one that has failed.
+        One that is still there when an outage begins may be about to end: it refuses connections before it is gone.
+        Then another is started in its place. Raises ConfigError for a command that cannot be started, and EngineError
+        for one that has failed.
         """
         process = self._running.get(url)
+        if is_first:
+            self._is_new[url] = False
         if process is not None and process.poll() is None:
             return
-        if not is_first and process is not None:
+        if process is not None and self._is_new[url]:
             if process.returncode:  # 0 is a command that has started the server somewhere else
                 raise EngineError(
                     f"engine.command ended with exit code {process.returncode} before {url} answered; "
@@ -52,15 +59,16 @@ class ServerProcesses:
                 )
             except OSError as error:
                 raise ConfigError(f"engine.command cannot be started: {error}") from error
+        self._is_new[url] = True
 
     def stop(self) -> None:
-        """Ends them: asked first, killed after 10 s."""
+        """Ends them: asked first, killed after 10 s with whatever they have started."""
         for process in self._running.values():
             process.terminate()
         for process in self._running.values():
             try:
                 process.wait(timeout=10)
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         self._running.clear()

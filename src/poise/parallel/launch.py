@@ -1,6 +1,7 @@
 """The processes that torchrun started: how they join to a mesh, and how they end together."""
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from poise.parallel.mesh import ALONE, Mesh, degrees_of, make_mesh
 
 # Ranks wait for the slowest rollout.
 PATIENCE = timedelta(hours=2)
+_UNTIL_GONE_S = 10.0
 
 _EXIT_CODES: dict[type[BaseException], int] = {ConfigError: 2, RunError: 1, Interrupted: 130}
 
@@ -46,6 +48,8 @@ def joined(config: ParallelConfig, device: torch.device, compute: torch.dtype) -
     try:
         yield make_mesh(config, device, compute)
     except BaseException as error:
+        # Torchrun asks all to end as soon as one has: whoever has yet to say why would end without a word.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if not _is_first_to_report(reports, rank):
             raise SystemExit(next((c for kind, c in _EXIT_CODES.items() if isinstance(error, kind)), 1)) from None
         if _is_lost_contact(error):
@@ -82,10 +86,10 @@ def _is_lost_contact(error: BaseException) -> bool:
 
 
 def _lost(reports: dist.Store, num_ranks: int) -> str:
-    # Its connections close a little before the process itself has ended.
-    for _ in range(20):
-        gone = [str(rank) for rank in range(num_ranks) if _is_gone(reports, rank)]
-        if gone:
+    # Its connections close a little before the process itself has ended, which on a busy machine are seconds.
+    deadline = time.monotonic() + _UNTIL_GONE_S
+    while not (gone := [str(rank) for rank in range(num_ranks) if _is_gone(reports, rank)]):
+        if time.monotonic() > deadline:
             break
         time.sleep(0.1)
     who = f"rank {', '.join(gone)} is gone (killed, or out of memory)" if gone else "contact to another rank is lost"

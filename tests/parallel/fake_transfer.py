@@ -39,7 +39,7 @@ class FakeTransfer:
     async def init(self, request):
         info = (await request.json())["init_info"]
         assert info["backend"] == "gloo"
-        timeout = timedelta(seconds=60)
+        timeout = timedelta(seconds=300)
 
         def join():
             store = TCPStore(info["host"], info["port"], is_master=False, timeout=timeout)

@@ -1,6 +1,7 @@
 """Weights leave a mesh tensor by tensor: whole, in the names the servers load, and never many at a time."""
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -9,12 +10,13 @@ from fake_transfer import FakeTransfer
 from largest import LiveTensors
 from ranks import on_ranks, split_model, whole_model
 from serving import serving
+from starlette.responses import JSONResponse
 
 from poise.config import ParallelConfig
 from poise.engine import Servers
 from poise.model import load_model
 from poise.parallel import local_part, make_mesh
-from poise.train import weights
+from poise.train import broadcast
 from poise.train.weights import FolderRoute, ServerKind, SyncError, TransferRoute, served_shapes, served_tensors
 
 # So many layers that the model is many times its largest tensor, an expert stack.
@@ -34,7 +36,7 @@ def routes_of(mesh, url, folder):
         assert (path / "model.safetensors.index.json").is_file()  # it is whole when a server hears of it
 
     return {
-        "transfer": TransferRoute(Servers([url]), KIND, timeout_s=60.0, mesh=mesh),
+        "transfer": TransferRoute(Servers([url]), KIND, timeout_s=300.0, mesh=mesh),
         "folder": FolderRoute(Servers([url]), KIND, folder / "weights", tell=tell, mesh=mesh, shard_bytes=1),
     }
 
@@ -82,7 +84,7 @@ def test_no_rank_holds_more_than_a_few_tensors(name, tmp_path):
 def push_in_vain(degrees, url):
     mesh = mesh_of(degrees)
     model = split_model(mesh)
-    route = TransferRoute(Servers([url]), KIND, timeout_s=60.0, mesh=mesh)
+    route = TransferRoute(Servers([url]), KIND, timeout_s=300.0, mesh=mesh)
     with pytest.raises(SyncError) as caught:
         asyncio.run(route.push(model))
     with pytest.raises(SyncError, match="a mesh keeps no copy"):
@@ -98,14 +100,15 @@ def test_a_server_that_gives_up_leaves_no_rank_waiting():
 
 
 class LateGroup:
-    """A process group whose broadcasts are seen to end long after they did, as on a busy machine."""
+    """A process group whose last broadcast is seen to end long after it did, as on a busy machine."""
 
-    def __init__(self, group):
-        self.group = group
+    def __init__(self, group, num_tensors):
+        self.group, self.num_left = group, num_tensors
 
     def broadcast(self, tensors, options):
         work = self.group.broadcast(tensors, options)
-        polls = iter(range(200))  # 0.1 s at least: the servers' answers are here by then
+        self.num_left -= 1
+        polls = iter(range(0 if self.num_left else 500))  # 0.25 s at least: the servers' answers are here by then
         return SimpleNamespace(
             is_completed=lambda: next(polls, None) is None and work.is_completed(), wait=lambda: work.wait()
         )
@@ -113,12 +116,41 @@ class LateGroup:
 
 def test_an_answer_may_come_before_the_last_broadcast_is_seen_to_end(monkeypatch):
     fake, model = FakeTransfer(), whole_model()
-    make_group = weights._process_group
-    monkeypatch.setattr(weights, "_process_group", lambda *arguments: LateGroup(make_group(*arguments)))
+    make_group, num_tensors = broadcast._process_group, len(served_shapes(model))
+    monkeypatch.setattr(broadcast, "_process_group", lambda *arguments: LateGroup(make_group(*arguments), num_tensors))
     with serving(fake) as (url,):
-        asyncio.run(TransferRoute(Servers([url]), KIND, timeout_s=60.0).push(model))
+        asyncio.run(TransferRoute(Servers([url]), KIND, timeout_s=300.0).push(model))
     sent = dict(served_tensors(model, torch.bfloat16))
     assert all(torch.equal(fake.received[key], value) for key, value in sent.items())
+
+
+def test_a_push_that_is_cancelled_leaves_no_group_in_the_middle_of_an_update():
+    class Holding(FakeTransfer):
+        """Its first update begins and never ends."""
+
+        async def update(self, request):
+            if held.is_set():
+                return await super().update(request)
+            held.set()
+            while not await request.is_disconnected():
+                await asyncio.sleep(0.01)
+            return JSONResponse({})
+
+    fake, model, held = Holding(), whole_model(), threading.Event()
+    with serving(fake) as (url,):
+
+        async def run():
+            route = TransferRoute(Servers([url]), KIND, timeout_s=300.0)
+            first = asyncio.create_task(route.push(model))
+            await asyncio.to_thread(held.wait)
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            assert route._group is None
+            await route.push(model)
+
+        asyncio.run(run())
+    assert fake.received.keys() == dict(served_tensors(model, torch.bfloat16)).keys()
 
 
 def test_one_process_keeps_what_it_sent_for_a_server_that_comes_back():
@@ -126,7 +158,7 @@ def test_one_process_keeps_what_it_sent_for_a_server_that_comes_back():
     with serving(fake) as (url,):
 
         async def run():
-            route = TransferRoute(Servers([url]), KIND, timeout_s=60.0)
+            route = TransferRoute(Servers([url]), KIND, timeout_s=300.0)
             before = dict(served_tensors(model, torch.bfloat16))
             await route.push(model)
             assert route.older() is None

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,6 +192,35 @@ def test_each_server_reads_the_newest_checkpoint_and_two_are_kept(model, tmp_pat
         assert not list((tmp_path / "weights").iterdir())
 
     asyncio.run(run())
+
+
+def test_a_push_that_is_cancelled_ends_when_nothing_is_written_any_more(model, tmp_path):
+    """A thread cannot be stopped: whoever cleans up then would remove a folder that is being written."""
+    route = FolderRoute(Servers(["http://127.0.0.1:1"]), ServerKind(dtype=torch.float32, device="cpu"), tmp_path / "w")
+    write, begun, goes_on = route._write, threading.Event(), threading.Event()
+
+    def slowly(model):
+        begun.set()
+        goes_on.wait()
+        write(model)
+
+    route._write = slowly
+
+    async def run():
+        push = asyncio.create_task(route.push(model))
+        await asyncio.to_thread(begun.wait)
+        push.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        is_over = push.done()
+        goes_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await push
+        await route.close()
+        return is_over
+
+    assert not asyncio.run(run())
+    assert list((tmp_path / "w").iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,15 @@ Both need poise's plugin in the server (``plugins/vllm``). What arrived is prove
 import asyncio
 import json
 import shutil
-import socket
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
-from urllib.parse import urlsplit
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed import BroadcastOptions, ProcessGroupGloo, TCPStore
 
 from poise.config import ConfigError, RunError
 from poise.engine.http import EngineError, Outage, Servers
@@ -25,11 +22,11 @@ from poise.model import GptOss, GptOssConfig
 from poise.model.checkpoint import MAX_SHARD_BYTES, Format
 from poise.model.config import FULL, SLIDING
 from poise.parallel import ALONE, Mesh, draw_all, export_model, full_tensors, held_part, led
+from poise.train.broadcast import Group, call, connect
 from poise.train.diagnosis import Older
 
 _EXPERTS = ".mlp.experts."
 _KINDS = {"float32": "fp32", "bfloat16": "bf16"}
-_POLL_S = 0.0005
 # Of the files that a mesh writes for servers.
 SHARD_BYTES = 64 * 2**20
 
@@ -83,7 +80,7 @@ async def server_kind(servers: Servers) -> ServerKind:
     kinds = set()
     for server in servers.all:
         try:
-            answer = await _call(servers, server.url, "poise_describe")
+            answer = await call(servers, server.url, "poise_describe")
         except (Outage, EngineError) as error:
             raise SyncError(
                 f"{server.url} has no poise plugin ({error}): install plugins/vllm beside vLLM and start it with "
@@ -156,7 +153,11 @@ class FolderRoute:
 
     async def push(self, model: GptOss) -> None:
         if self.mesh.shards is None:
-            await asyncio.to_thread(self._write, model)
+            writing = asyncio.create_task(asyncio.to_thread(self._write, model))
+            try:
+                await asyncio.shield(writing)
+            finally:  # cancelled: the thread goes on, and nobody may remove the folder below it
+                await asyncio.wait([writing])
         else:
             self._write(model)
         await led(self.mesh, self._give_all)
@@ -178,7 +179,7 @@ class FolderRoute:
         await asyncio.gather(*(self.give(server.url) for server in self.servers.all))
 
     async def _tell_plugin(self, url: str, path: Path) -> None:
-        await _call(self.servers, url, "poise_load_folder", str(path))
+        await call(self.servers, url, "poise_load_folder", str(path))
 
     def _write(self, model: GptOss) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -209,7 +210,7 @@ class TransferRoute:
 
     def __init__(self, servers: Servers, kind: ServerKind, *, timeout_s: float = 300.0, mesh: Mesh = ALONE) -> None:
         self.servers, self.kind, self.timeout_s, self.mesh = servers, kind, timeout_s, mesh
-        self._group: _Group | None = None
+        self._group: Group | None = None
         self._kept: list[dict[str, Tensor]] = []
 
     async def push(self, model: GptOss) -> None:
@@ -226,12 +227,13 @@ class TransferRoute:
 
     async def _send(self, shapes: Mapping[str, list[int]], tensors: Iterator[tuple[str, Tensor]]) -> None:
         """To all servers. Draws all ``tensors`` in any case: other ranks help to gather them."""
+        group, self._group = self._group, None  # one whose update breaks off, or is cancelled, is of no use any more
         try:
-            if self._group is None:
-                self._group = await _connect([server.url for server in self.servers.all], self.servers, self, shapes)
-            await self._group.send(shapes, tensors)
+            if group is None:
+                group = await self._connect([server.url for server in self.servers.all], shapes)
+            await group.send(shapes, tensors)
+            self._group = group
         except (Outage, EngineError, RuntimeError) as error:
-            self._group = None
             raise SyncError(f"the weights did not reach the servers: {error}") from error
         finally:
             draw_all(tensors)
@@ -246,7 +248,7 @@ class TransferRoute:
         weights = self._kept[-1]
         shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
         try:
-            group = await _connect([url], self.servers, self, shapes)
+            group = await self._connect([url], shapes)
             await group.send(shapes, weights.items())
         except (Outage, EngineError, RuntimeError) as error:
             raise SyncError(f"the weights did not reach {url}: {error}") from error
@@ -271,73 +273,11 @@ class TransferRoute:
         self._group = None
         self._kept.clear()
 
-
-@dataclass(frozen=True)
-class _Group:
-    """The trainer, rank 0, and the workers of the servers at ``urls``."""
-
-    urls: tuple[str, ...]
-    servers: Servers
-    store: TCPStore
-    group: Any
-    device: torch.device
-    dtype: torch.dtype
-
-    async def send(self, shapes: Mapping[str, list[int]], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """One whole update. Raises Outage, EngineError or RuntimeError; the group is then of no use any more."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        info = {"names": list(shapes), "shapes": list(shapes.values()), "dtype": dtype}
-        await self._ask("/start_weight_update", {})
-        answer = asyncio.create_task(self._ask("/update_weights", {"update_info": info}))
-        try:
-            await self._broadcast(tensors, answer)
-            await answer
-        except BaseException:
-            if answer.done():
-                answer.result()  # a server's error says more than that of the broadcast
-            answer.cancel()
-            raise
-        await self._ask("/finish_weight_update", {})
-
-    async def _ask(self, path: str, body: Mapping[str, Any]) -> None:
-        await asyncio.gather(*(self.servers.ask(url, "POST", path, json=body) for url in self.urls))
-
-    async def _broadcast(self, tensors: Iterable[tuple[str, Tensor]], answer: "asyncio.Task[None]") -> None:
-        options = BroadcastOptions()
-        options.rootRank = 0
-        for _, tensor in tensors:
-            work = self.group.broadcast([tensor.to(self.device)], options)
-            while not work.is_completed():
-                if answer.done():
-                    # Raises where a server failed, which receives no more. Where all have everything, their answer may
-                    # be here before the last broadcast is seen to end.
-                    answer.result()
-                await asyncio.sleep(_POLL_S)
-            work.wait()
-            del tensor, work  # gone before the next one is gathered
-
-
-async def _connect(
-    urls: Sequence[str], servers: Servers, route: TransferRoute, shapes: Mapping[str, list[int]]
-) -> _Group:
-    """Makes a new group with the workers behind ``urls``. They are asked first whether they would take ``shapes``: a
-    broadcast that nobody receives waits until the time is out."""
-    await asyncio.gather(*(_call(servers, url, "poise_prepare_update", dict(shapes)) for url in urls))
-    answers = await asyncio.gather(*(servers.ask(url, "GET", "/get_world_size") for url in urls))
-    sizes = [int(answer["world_size"]) for answer in answers]
-    backend = "gloo" if route.kind.device == "cpu" else "nccl"
-    host, timeout = _address_towards(urls[0]), timedelta(seconds=route.timeout_s)
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    inits = []
-    for index, url in enumerate(urls):
-        init_info = {
-            "backend": backend, "host": host, "port": store.port, "world_size": 1 + sum(sizes),
-            "first_rank": 1 + sum(sizes[:index]), "timeout_s": route.timeout_s,
-        }  # fmt: skip
-        inits.append(servers.ask(url, "POST", "/init_weight_transfer_engine", json={"init_info": init_info}))
-    group, *_ = await asyncio.gather(asyncio.to_thread(_process_group, backend, store, 1 + sum(sizes), timeout), *inits)
-    device = torch.device("cpu") if backend == "gloo" else route.mesh.device or torch.device("cuda")
-    return _Group(urls=tuple(urls), servers=servers, store=store, group=group, device=device, dtype=route.kind.dtype)
+    async def _connect(self, urls: Sequence[str], shapes: Mapping[str, list[int]]) -> Group:
+        device = torch.device("cpu") if self.kind.device == "cpu" else self.mesh.device or torch.device("cuda")
+        return await connect(
+            urls, self.servers, shapes, device=device, dtype=self.kind.dtype, timeout=timedelta(seconds=self.timeout_s)
+        )
 
 
 async def forget_cached_keys(servers: Servers, urls: Sequence[str]) -> None:
@@ -362,26 +302,3 @@ def stored_parameters(folder: Path) -> Older:
             return file.get_tensor(name)
 
     return parameter
-
-
-def _process_group(backend: str, store: TCPStore, world_size: int, timeout: timedelta) -> Any:
-    """Apart from torch's global group, which the trainer may have for itself."""
-    if backend == "gloo":
-        return ProcessGroupGloo(store, 0, world_size, timeout)
-    options = torch.distributed.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return torch.distributed.ProcessGroupNCCL(store, 0, world_size, options)
-
-
-def _address_towards(url: str) -> str:
-    """This machine's address on the way to the server; nothing is sent."""
-    parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname, parts.port or 80))
-        return probe.getsockname()[0]
-
-
-async def _call(servers: Servers, url: str, method: str, *arguments: Any) -> Any:
-    """One of the plugin's methods, on every worker of one server."""
-    body = {"method": method, "args": list(arguments)}
-    return await servers.ask(url, "POST", "/collective_rpc", json=body)

@@ -155,6 +155,7 @@ def test_a_lead_of_0_is_bit_equal_to_the_plain_loop(tmp_path):
 def test_what_only_sampling_needs_is_gone_when_the_trainer_has_the_rollout(tmp_path, monkeypatch):
     monkeypatch.setattr(prepared, "is_exact", lambda: True)
     monkeypatch.setattr(prepared, "MIN_WORK", 1)
+    monkeypatch.setattr(prepared, "MIN_ELEMENTS", 1)
     config = config_of(tmp_path, lead=0)
     parts, made = assemble(config, Console()), []
     make = engine_prepared.prepared_model

@@ -24,6 +24,7 @@ def always(monkeypatch):
     """Prepared and used whatever the CPU and the sizes."""
     monkeypatch.setattr(prepared, "is_exact", lambda: True)
     monkeypatch.setattr(prepared, "MIN_WORK", 1)
+    monkeypatch.setattr(prepared, "MIN_ELEMENTS", 1)
 
 
 @pytest.fixture

@@ -72,8 +72,8 @@ def test_where_it_pays(monkeypatch):
     monkeypatch.setattr(prepared, "is_exact", lambda: True)
     assert pays(2**16, 8, torch.float32, cpu)
     assert not pays(2**16, 7, torch.float32, cpu)
-    assert pays(2**12, 128, torch.float32, cpu)
-    assert not pays(2**11, 10_000, torch.float32, cpu)  # more rows than 128 are multiplied as they are
+    assert pays(2**17, 4, torch.float32, cpu)
+    assert not pays(2**16 - 1, 128, torch.float32, cpu)
     assert not pays(2**16, 8, torch.bfloat16, cpu)
     assert not pays(2**16, 8, torch.float32, gpu)
     monkeypatch.setattr(prepared, "is_exact", lambda: False)

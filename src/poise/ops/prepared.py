@@ -14,8 +14,10 @@ from torch import Tensor
 
 from poise.ops.products import MAX_ERROR, largest_error, rows_times, why_not_onednn
 
-# Multiplications of one product (rows x inputs x outputs) from which on it pays ...
+# Multiplications of one product (rows x inputs x outputs) from which on it pays, with matrices that do not stay in the
+# nearest caches anyway, ...
 MIN_WORK = 2**19
+MIN_ELEMENTS = 2**16
 # ... and rows up to which: oneDNN compiles a kernel for each number of rows that it meets.
 MAX_ROWS = 128
 
@@ -61,7 +63,8 @@ def prepared_stack(stack: Float[Tensor, "E I O"]) -> PreparedStack:
 def pays(num_elements: int, num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether products of ``num_rows`` rows with a matrix of ``num_elements`` gain."""
     is_float32 = dtype == torch.float32 and device.type == "cpu"
-    return is_float32 and min(num_rows, MAX_ROWS) * num_elements >= MIN_WORK and is_exact()
+    is_large = num_elements >= MIN_ELEMENTS and num_rows * num_elements >= MIN_WORK
+    return is_float32 and is_large and is_exact()
 
 
 @cache

@@ -162,6 +162,48 @@ def test_a_package_that_is_not_named_cannot_be_imported():
     assert text("1", "no-such-package") == "1"
 
 
+_BESIDE_THE_STANDARD_LIBRARY = """
+import asyncio, sys
+from poise.sandbox import Sandbox
+code = '''
+import os, sys
+folder = os.path.dirname(os.__file__) + "/site-packages"
+sys.path.append(folder)
+try:
+    import pip
+    print(open(pip.__file__).read().count("def main"))
+except (ImportError, OSError) as error:
+    print(type(error).__name__)
+for name in ("setuptools/__init__.py", "pip.py", "written"):
+    try:
+        open(f"{folder}/{name}", "a" if name == "written" else "r")
+    except OSError:
+        print("no")
+'''
+for packages in ((), ("pip",)):
+    result = asyncio.run(Sandbox(mode=sys.argv[1], packages=packages).run(code))
+    print(result.output.split())
+"""
+
+
+@pytest.mark.parametrize("mode", ["bubblewrap", "namespaces", "landlock"])
+def test_packages_beside_the_standard_library_must_be_named_as_well(mode):
+    # Outside of virtual environments, all of them lie inside the folder of the standard library.
+    python = Path(sys.base_prefix, "bin", "python3")
+    packages = Path(os.__file__).parent / "site-packages"
+    if not (python.exists() and (packages / "pip/__init__.py").exists() and (packages / "setuptools").exists()):
+        pytest.skip("this Python has no packages inside its standard library")
+    if "nothing here keeps" in outcome(mode=mode)[0]:
+        pytest.skip(f"no {mode} here")
+    command = [str(python), "-c", _BESIDE_THE_STANDARD_LIBRARY, mode]
+    env = {"PYTHONPATH": str(SRC), "PATH": os.environ["PATH"]}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    unnamed, named = done.stdout.splitlines()
+    assert unnamed in ("['ModuleNotFoundError', 'no', 'no', 'no']", "['PermissionError', 'no', 'no', 'no']")
+    assert named == "['1', 'no', 'no', 'no']"
+
+
 # The filter itself, by an interpreter of classic BPF: for both machines, over all numbers.
 
 ALLOW, EPERM, ENOSYS = 0x7FFF0000, 0x00050001, 0x00050026

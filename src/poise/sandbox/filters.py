@@ -7,6 +7,7 @@ import ctypes
 import errno
 import functools
 import os
+import stat
 import struct
 from collections.abc import Iterable
 
@@ -126,10 +127,11 @@ def hide_files(*, readable: Iterable[str], listable: Iterable[str], writable: It
     _check(ruleset, "landlock_create_ruleset")
     for paths, allowed in ((readable, _READ), (listable, _LIST), (writable, rights)):
         for path in paths:
-            if not os.path.exists(path):
+            try:
+                fd = os.open(path, os.O_PATH)
+            except FileNotFoundError:
                 continue
-            fd = os.open(path, os.O_PATH)
-            limited = allowed & rights if os.path.isdir(path) else allowed & rights & _ON_FILES
+            limited = allowed & rights if stat.S_ISDIR(os.fstat(fd).st_mode) else allowed & rights & _ON_FILES
             rule = struct.pack("=Qi", limited, fd)
             _check(_libc.syscall(_LANDLOCK_ADD, ruleset, 1, rule, 0), f"landlock_add_rule({path})")
             os.close(fd)

@@ -50,6 +50,7 @@ def forget_server() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "poise"]:
         del sys.modules[name]
     sys.argv = [""]
+    sys.orig_argv = [""]
     tempfile.tempdir = None
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
 

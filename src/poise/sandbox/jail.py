@@ -33,12 +33,13 @@ class JailError(OSError):
     """The kernel refuses a wall. The message names the call."""
 
 
-def enter_namespaces(readable: Sequence[str]) -> None:
+def enter_namespaces(readable: Sequence[str], hidden: Sequence[str]) -> None:
     """Forks into new mount, network, process, IPC and host-name namespaces with a private read-only root.
 
     Returns in the child, which is process 1 of its namespace: when it ends, the kernel ends everything inside. Without
-    root rights the namespaces belong to a new user namespace. ``readable``: what the new root shows. Raises
-    ``JailError`` where the kernel allows none of it.
+    root rights the namespaces belong to a new user namespace. ``readable``: what the new root shows; of ``hidden``
+    folders, which are below those, only what is readable itself. Raises ``JailError`` where the kernel allows none of
+    it.
     """
     uid, gid = os.geteuid(), os.getegid()
     flags = _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWPID | _CLONE_NEWNET
@@ -54,7 +55,7 @@ def enter_namespaces(readable: Sequence[str]) -> None:
         _, status = os.waitpid(pid, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     die_with_parent()
-    _build_root(readable)
+    _build_root(readable, hidden)
 
 
 def next_child_in_new_namespace() -> None:
@@ -141,8 +142,9 @@ def die_with_parent() -> None:
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
 
 
-def _build_root(readable: Sequence[str]) -> None:
+def _build_root(readable: Sequence[str], hidden: Sequence[str]) -> None:
     """A new root that holds ``readable``, read-only, and nothing else."""
+    inside = [path for path in readable if any(path.startswith(folder + "/") for folder in hidden)]
     sources = {path: os.path.realpath(path) for path in readable}
     links = {path: os.readlink(path) for path in readable if os.path.islink(path) and path.startswith("/lib")}
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
@@ -155,8 +157,14 @@ def _build_root(readable: Sequence[str]) -> None:
     os.chdir("/")
     for path, target in links.items():
         os.symlink(target, path)
-    for path, source in sources.items():
-        _show(path, "/old" + source)
+    for path in [path for path in readable if path not in inside]:
+        _show(path, "/old" + sources[path])
+    for folder in hidden:
+        _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,mode=755")
+    for path in inside:
+        _show(path, "/old" + sources[path])
+    for folder in hidden:
+        _mount(None, folder, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
     _check(_libc.umount2(b"/old", _MNT_DETACH), "umount2(/old)")
     os.rmdir("/old")
     os.mkdir(WORK)

@@ -22,18 +22,20 @@ PROBE_LIMITS = {"memory_mib": 64, "file_mib": 1, "num_threads": 4, "num_output_b
 def serve(control_fd: int, settings: dict[str, Any]) -> None:
     """Answers until the trainer's side closes. The first message says how the start went.
 
-    ``settings``: ``mode``, ``readable``, ``listable`` (as in ``Walls``) and ``preload`` (packages).
+    ``settings``: ``mode``, ``readable``, ``listable``, ``path`` (as in ``Walls``), ``hidden`` (folders below readable
+    ones, of which only what is readable itself is shown) and ``preload`` (packages).
     """
     control = socket.socket(fileno=control_fd)
     base = None
     try:
         _check_walls(settings["mode"])
         if settings["mode"] == "namespaces":
-            jail.enter_namespaces(settings["readable"])
+            jail.enter_namespaces(settings["readable"], settings["hidden"])
         walls = Walls(
             mode=settings["mode"],
             readable=settings["readable"],
             listable=settings["listable"],
+            path=settings["path"],
             landlock=filters.landlock_version() if sys.platform == "linux" else 0,
         )
         if not walls.is_jailed:

@@ -59,8 +59,10 @@ class Server:
         package = os.path.dirname(__file__)
         settings = _settings(mode, packages)
         python = [os.path.realpath(sys.executable), "-S", "-s", "-c", _START, os.path.dirname(package), package]
-        wrapper = _bubblewrap([*settings["readable"], package]) if mode == "bubblewrap" else []
-        if mode == "namespaces":
+        wrapper = []
+        if mode == "bubblewrap":
+            wrapper = _bubblewrap([*settings["readable"], package], settings["hidden"])
+        elif mode == "namespaces":
             settings["readable"] = [*settings["readable"], package]
         self.mode = mode
         self.owner = os.getpid()
@@ -133,23 +135,47 @@ def start_server(mode: str, *, allow_unsandboxed: bool, packages: Sequence[str])
 def _settings(mode: str, packages: Sequence[str]) -> dict[str, Any]:
     """What ``server.serve`` needs to know."""
     roots, folders = package_roots(tuple(packages))
-    library = os.path.dirname(os.path.dirname(os.__file__))
-    readable = {library, os.path.realpath(sys.executable), *_own_libraries(), *roots, *_SYSTEM_PATHS}
+    standard = os.path.realpath(os.path.dirname(os.__file__))
+    readable = {os.path.dirname(standard), os.path.realpath(sys.executable), *_own_libraries(), *roots, *_SYSTEM_PATHS}
+    # Beside the standard library lie packages that nobody has named.
+    hidden = [path for name in ("site-packages", "dist-packages") if os.path.isdir(path := f"{standard}/{name}")]
+    shown = _outermost((path for path in readable if os.path.exists(path)), hidden)
+    listable = list(folders)
+    if mode == "landlock":  # which can allow a folder with all that is inside, or leave it out
+        real = _outermost(map(os.path.realpath, shown), hidden)
+        shown = [part for path in real for part in _parts_without(hidden, path, listable)]
     return {
         "mode": mode,
-        "readable": _outermost(path for path in readable if os.path.exists(path)),
-        "listable": folders,
+        "readable": shown,
+        "hidden": hidden,
+        "listable": listable,
+        "path": folders,
         "preload": [name for name in packages if _is_installed(name)],
     }
 
 
-def _outermost(paths: Iterable[str]) -> list[str]:
-    """Without what lies in a folder that is itself among ``paths``."""
+def _outermost(paths: Iterable[str], hidden: Sequence[str]) -> list[str]:
+    """Without what lies in a folder that is itself among ``paths``, unless it lies in a hidden one in between."""
     kept: list[str] = []
     for path in sorted(set(paths)):
-        if not any(path.startswith(folder + "/") for folder in kept):
+        above = [folder for folder in kept if path.startswith(folder + "/")]
+        if not above or (_is_below(hidden, path) and not _is_below(hidden, above[-1])):
             kept.append(path)
     return kept
+
+
+def _is_below(folders: Sequence[str], path: str) -> bool:
+    return any(path.startswith(folder + "/") for folder in folders)
+
+
+def _parts_without(hidden: Sequence[str], path: str, listed: list[str]) -> list[str]:
+    """``path``, or its parts where a hidden folder is below it, which then are ``listed``."""
+    if path in hidden:
+        return []
+    if not any(_is_below([path], folder) for folder in hidden):
+        return [path]
+    listed.append(path)
+    return [part for name in sorted(os.listdir(path)) for part in _parts_without(hidden, f"{path}/{name}", listed)]
 
 
 @functools.cache
@@ -189,7 +215,7 @@ def _own_libraries() -> list[str]:
     return sorted(path for path in mapped if "-packages/" not in path)
 
 
-def _bubblewrap(readable: Sequence[str]) -> list[str]:
+def _bubblewrap(readable: Sequence[str], hidden: Sequence[str]) -> list[str]:
     """The command that makes the private root. The server inside keeps the rights to wall off each interpreter."""
     program = shutil.which("bwrap")
     if program is None:
@@ -206,11 +232,21 @@ def _bubblewrap(readable: Sequence[str]) -> list[str]:
     folders = {str(parent) for path in [*readable, "/snippet/"] for parent in Path(path).parents} - {"/"}
     for folder in sorted(folders):
         arguments += ["--perms", "0755", "--dir", folder]  # else root's alone
-    for path in readable:
+    inside = [path for path in readable if _is_below(hidden, path)]
+    for path in [path for path in readable if path not in inside]:
         if path.startswith("/dev/"):
             arguments += ["--dev-bind", path, path]
         elif os.path.islink(path) and path.startswith("/lib"):
             arguments += ["--symlink", os.readlink(path), path]
         else:
             arguments += ["--ro-bind", os.path.realpath(path), path]
-    return [*arguments, "--dir", "/snippet", "--remount-ro", "/", "--"]
+    for folder in hidden:
+        arguments += ["--perms", "0755", "--tmpfs", folder]
+    for folder in sorted(folder for folder in folders if _is_below(hidden, folder)):
+        arguments += ["--perms", "0755", "--dir", folder]
+    for path in inside:
+        arguments += ["--ro-bind", os.path.realpath(path), path]
+    arguments += ["--dir", "/snippet"]
+    for folder in ("/", *hidden):
+        arguments += ["--remount-ro", folder]
+    return [*arguments, "--"]

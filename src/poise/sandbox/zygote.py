@@ -33,14 +33,15 @@ MAX_MESSAGE = 1 << 16
 class Walls:
     """What stands around an interpreter.
 
-    ``mode``: "bubblewrap", "namespaces", "landlock" or "none". ``readable``: what may be read; ``listable``: the
-    folders that packages are in, of which the names may be read. ``landlock``: version of the kernel's interface, 0
-    where it has none.
+    ``mode``: "bubblewrap", "namespaces", "landlock" or "none". ``readable``: what may be read; ``listable``:
+    folders of which the names may be read; ``path``: those that packages are imported from. ``landlock``: version of
+    the kernel's interface, 0 where it has none.
     """
 
     mode: str
     readable: Sequence[str]
     listable: Sequence[str]
+    path: Sequence[str]
     landlock: int
 
     @property
@@ -53,7 +54,7 @@ def run_zygote(commands: socket.socket, walls: Walls, *, preload: Sequence[str])
     """Answers commands until the other side closes. The first message says how the start went."""
     try:
         sys.executable = os.path.realpath(sys.executable)
-        sys.path += walls.listable
+        sys.path += walls.path
         for name in [*STANDARD.split(), *preload, *(late for package in preload for late in LATE.get(package, ()))]:
             __import__(name)
         base_mib = jail.mapped_mib() if sys.platform == "linux" else 0

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from poise.config import TaskConfig
+from poise.config import Config, TaskConfig
 from poise.envs import make_task
-from poise.harmony import Renderer, byte_tokenizer
+from poise.harmony import Conversation, Renderer, byte_tokenizer
+from poise.harmony.messages import final, user
 from poise.rollout import Limits, run_episode
 from poise.types import Action, Stop
+from poise.warmstart import demonstrations
 
 DATA = Path(os.environ.get("POISE_DATA", Path(__file__).parent.parent.parent / "shared" / "data"))
 RENDERER = Renderer(byte_tokenizer())
@@ -75,3 +77,15 @@ def test_a_rollout_of_the_demonstrated_actions_is_the_demonstration(config):
             assert after[: len(before) + len(action)] == [*before, *action]
         num_multi_turn += len(turns) > 1
     assert num_multi_turn > 10
+
+
+def test_one_row_that_fits_is_found_again_and_again():
+    # Its place changes with every epoch: it may be the first of one and the last of the next.
+    class OneOfThree:
+        train_rows = (0, 1, 2)
+
+        def demonstrate(self, row):
+            return Conversation(messages=(user("?"), final("yes"))) if row == 1 else None
+
+    source = demonstrations(RENDERER, OneOfThree(), Config(), skip=0)
+    assert len({str(next(source)) for _ in range(50)}) == 1

@@ -1,5 +1,6 @@
 """Supervised warm start: imitate demonstrations, so that reinforcement learning has something to reinforce."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 from poise.config import Config, ConfigError
@@ -37,31 +38,37 @@ def demonstrations(renderer: Renderer, task: Task, config: Config, *, skip: int)
 
     Rows without a demonstration, and demonstrations longer than ``rollout.max_context_tokens``, do not take part.
     """
-    rows = task.train_rows
-    draw, num_useless = 0, 0
+    rows, limit = task.train_rows, config.rollout.max_context_tokens
+    draw, num_useless, shortest = 0, 0, math.inf
     while True:
         row = rows[row_index(draw, len(rows), config.run.seed)]
-        demonstration = _demonstration(renderer, task, row, config.rollout.max_context_tokens)
+        demonstration = _demonstration(renderer, task, row)
+        length = math.inf if demonstration is None else sum(len(seen) + len(said) for seen, said in demonstration)
         draw += 1
-        if demonstration is None:
+        if demonstration is None or length > limit:
             num_useless += 1
-            if num_useless == min(len(rows), 1000):
-                raise ConfigError(
-                    f"task.name {config.task.name} offers no demonstration that fits rollout.max_context_tokens "
-                    f"({config.rollout.max_context_tokens}): set warm_start.steps to 0 or raise the limit"
-                )
+            shortest = min(shortest, length)
+            # The only useful row may be the first of one epoch and the last of the next.
+            if num_useless == min(2 * len(rows), 2000):
+                raise ConfigError(_no_demonstration(config, min(len(rows), num_useless), shortest))
             continue
-        num_useless = 0
+        num_useless, shortest = 0, math.inf
         if skip:
             skip -= 1
             continue
         yield demonstration
 
 
-def _demonstration(renderer: Renderer, task: Task, row: Row, max_tokens: int) -> Demonstration | None:
+def _demonstration(renderer: Renderer, task: Task, row: Row) -> Demonstration | None:
     conversation = task.demonstrate(row)
-    if conversation is None:
-        return None
-    turns = renderer.demonstration(conversation)
-    num_tokens = sum(len(observation_ids) + len(action_ids) for observation_ids, action_ids in turns)
-    return turns if num_tokens <= max_tokens else None
+    return None if conversation is None else renderer.demonstration(conversation)
+
+
+def _no_demonstration(config: Config, num_rows: int, shortest: float) -> str:
+    task, limit = f"task.name {config.task.name}", config.rollout.max_context_tokens
+    if math.isinf(shortest):
+        return f"{task} offers no demonstration for any of {num_rows} rows: set warm_start.steps to 0"
+    return (
+        f"{task} offers no demonstration that fits rollout.max_context_tokens ({limit}): the shortest of {num_rows} "
+        f"rows takes {shortest:.0f}; raise the limit, or set warm_start.steps to 0"
+    )

@@ -263,6 +263,12 @@ def test_a_mismatch_above_the_bound_stops_before_the_first_update(tmp_path, caps
     assert latest_checkpoint(tmp_path / "t-001").name == "step_000000"
 
 
+def test_prompts_that_do_not_fit_are_said_to_be_the_reason(tmp_path, capsys):
+    assert train(tmp_path, "--max-context-tokens=20", "--warm-start.steps=0", "--entropy-weight=0") == 1
+    said = "no group with two episodes that can be trained on: of 4, the prompts of 4 do not fit"
+    assert f"{said} rollout.max_context_tokens (20)" in " ".join(capsys.readouterr().err.split())
+
+
 def test_help_explains_every_key(capsys):
     with pytest.raises(SystemExit) as ended:
         run(["train", "arithmetic_tiny", "--help"])

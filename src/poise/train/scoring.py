@@ -40,11 +40,26 @@ def trainable_groups(groups: Sequence[Group], config: Config) -> list[Group]:
     def is_used(episode: Episode) -> bool:
         return is_trainable(episode) and not (filters and episode[0].stop is Stop.MAX_TOKENS)
 
-    few = "no episode" if config.algorithm.normalize_advantages == "gae" else "no group with two episodes"
-    why = f"there is {few} that can be trained on: see the warnings about env_error above"
-    if filters:
-        why += ', and algorithm.overlong "filter", which drops the episodes that a limit of tokens cut'
+    why = _why_none([episode for group in groups for episode in group], config)
     return with_baseline([[episode for episode in group if is_used(episode)] for group in groups], config, why=why)
+
+
+def _why_none(episodes: Sequence[Episode], config: Config) -> str:
+    """Why so few of them can be trained on, in a sentence."""
+    few = "no episode" if config.algorithm.normalize_advantages == "gae" else "no group with two episodes"
+    num_failed = sum(episode[0].stop is Stop.ENV_ERROR for episode in episodes)
+    cut = [episode for episode in episodes if episode[0].stop is Stop.MAX_TOKENS]
+    num_unheard = sum(not any(trajectory.turns for trajectory in episode) for episode in cut)
+    limit = f"rollout.max_context_tokens ({config.rollout.max_context_tokens})"
+    reasons = [
+        (num_failed, f"{num_failed} ended as env_error (see the warnings above)"),
+        (num_unheard, f"the prompts of {num_unheard} do not fit {limit}"),
+    ]
+    if config.algorithm.overlong == "filter":
+        num_cut = len(cut) - num_unheard
+        reasons.append((num_cut, f'algorithm.overlong "filter" drops {num_cut} that a limit of tokens cut'))
+    found = ", ".join(reason for number, reason in reasons if number)
+    return f"there is {few} that can be trained on: of {len(episodes)}, {found or 'none sampled a token'}"
 
 
 def with_baseline(groups: Sequence[Group], config: Config, *, why: str) -> list[Group]:

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import socket
+import subprocess
 import threading
+import time
 
 import uvicorn
 
@@ -13,6 +15,31 @@ def serving(*fakes):
     """The urls under which the fakes (or ASGI applications) listen, each in a thread of its own."""
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(serving_one(fake)) for fake in fakes]
+
+
+@contextlib.contextmanager
+def reserved_port():
+    """A port of this machine for a server that is started later: whoever asks for any free one does not get it."""
+    with socket.socket() as holder:  # bound and not listening: a server may bind it too, as both reuse addresses
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+@contextlib.contextmanager
+def listening(command):
+    """The url at which a process listens that is started as ``command`` and a port."""
+    with reserved_port() as port, subprocess.Popen([*command, str(port)], stderr=subprocess.DEVNULL) as process:
+        try:
+            while True:
+                with socket.socket() as probe:
+                    if probe.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                assert process.poll() is None, f"{command} has ended"
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
 
 
 @contextlib.contextmanager

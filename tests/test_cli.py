@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -53,20 +52,38 @@ def assert_same_weights(first: Path, second: Path) -> None:
         assert value.equal(found[name]), name
 
 
+INTERRUPTED = """
+import os, sys
+from poise.cli import run
+from poise.metrics import MetricsWriter
+
+class Interrupting(MetricsWriter):
+    num_left = int(sys.argv[1])
+
+    def write(self, step, metrics):
+        super().write(step, metrics)
+        Interrupting.num_left -= 1
+        if Interrupting.num_left == 0:
+            os.kill(os.getpid(), int(sys.argv[2]))
+
+import poise.jobs
+poise.jobs.MetricsWriter = Interrupting
+sys.exit(run(sys.argv[3:]))
+"""
+
+
 def interrupt(folder: Path, *args: str, number: int = signal.SIGINT, when_lines: int) -> str:
-    """Starts a run in another process, stops it when metrics.jsonl has ``when_lines``; returns what it complained."""
-    command = [sys.executable, "-m", "poise", "train", "arithmetic_tiny", *TINY, f"--folder={folder}", *args]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    """A run in another process that gets a signal when metrics.jsonl has ``when_lines``; returns what it complained.
+
+    It sends the signal itself: one from here could come when the run is over.
+    """
+    arguments = ["train", "arithmetic_tiny", *TINY, f"--folder={folder}", *args]
+    command = [sys.executable, "-c", INTERRUPTED, str(when_lines), str(int(number)), *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=1800, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
-    metrics = folder / "t-001/metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= when_lines):
-        time.sleep(0.05)
-    process.send_signal(number)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130, error
-    return error
+    assert done.returncode == 130, done.stderr
+    return done.stderr
 
 
 @pytest.mark.parametrize(

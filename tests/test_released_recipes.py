@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -58,16 +56,15 @@ def metrics_in(folder):
     return [json.loads(line) for line in (inside / "metrics.jsonl").read_text().splitlines()]
 
 
-def launched(num_ranks, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    done = subprocess.run([*command, "-m", "poise", *arguments], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def printed_by(num_ranks, *arguments):
+    code, printed = finished(num_ranks, *arguments)
+    assert code == 0, printed
+    return printed
 
 
 def test_the_shrunk_recipe_runs_on_its_mesh(tmp_path):
     arguments = [f"--task.data={rows_in(tmp_path)}", f"--run.folder={tmp_path}/runs"]
-    printed = launched(4, "train", "gpt_oss_20b", "--shrink", *arguments)
+    printed = printed_by(4, "train", "gpt_oss_20b", "--shrink", *arguments)
     assert "mesh: data 1 x sequence 2 x expert 2" in printed
     steps = metrics_in(tmp_path / "runs")
     assert [step["step"] for step in steps] == [1, 2]
@@ -91,7 +88,7 @@ def test_a_shrunk_recipe_gives_two_ranks_the_numbers_of_one_process(tmp_path, re
     one = ["--sequence-degree=1", "--expert-degree=1", f"--run.folder={tmp_path}/one"]
     assert run([*arguments, *one]) == 0
     two = [f"--{name}-degree={degree}" for name, degree in degrees.items()]
-    printed = launched(2, *arguments, *two, f"--run.folder={tmp_path}/two")
+    printed = printed_by(2, *arguments, *two, f"--run.folder={tmp_path}/two")
     assert "mesh: " + " x ".join(f"{name} {degree}" for name, degree in degrees.items()) in printed
     (ours,), (theirs,) = metrics_in(tmp_path / "two"), metrics_in(tmp_path / "one")
     assert ours["mismatch_mean"] < 1e-6

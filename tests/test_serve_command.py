@@ -34,14 +34,14 @@ def test_it_listens_serves_and_stops(checkpoint):
                 assert line, f"it ended: {lines}"
                 lines.append(line)
             url = lines[-1].split("listening on ")[1].split(";")[0]
-            (model,) = httpx2.get(f"{url}/v1/models").json()["data"]
+            (model,) = httpx2.get(f"{url}/v1/models", timeout=300.0).json()["data"]
             assert model["max_model_len"] == 600
             body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 3, "seed": 1, "ignore_eos": True}}
-            choice = httpx2.post(f"{url}/inference/v1/generate", json=body).json()["choices"][0]
+            choice = httpx2.post(f"{url}/inference/v1/generate", json=body, timeout=300.0).json()["choices"][0]
             assert len(choice["token_ids"]) == 3
         finally:
             process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=300) == 0
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,14 @@ from poise.metrics import MetricsWriter
 from poise.model import GptOss
 from poise.parallel import Mesh, frozen_copy, settled, together
 from poise.parallel.launch import joined
-from poise.runfolder import CONFIG_FILE, create_run_folder, record_sandbox, write_config, write_trajectories
+from poise.runfolder import (
+    CONFIG_FILE,
+    create_run_folder,
+    record_sandbox,
+    write_config,
+    write_trajectories,
+    write_whole,
+)
 from poise.sampling import rollouts
 from poise.seeding import derive_seed
 from poise.session import connected, interrupt_of, kept_by, push_before_sampling, push_weights
@@ -122,7 +129,7 @@ class Run:
         line = {"step": step, "num_problems": evaluation.num_problems, "metrics": evaluation.metrics}
         # A resumed run may come by here a second time.
         lines = [other for other in self.evaluations() if other["step"] != step] + [line]
-        (self.folder / EVALUATIONS_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_whole(self.folder / EVALUATIONS_FILE, "".join(json.dumps(line) + "\n" for line in lines))
         self.console.line(f"held out after step {step}: reward {evaluation.metrics['reward_mean']:.3f}")
         return evaluation
 

@@ -30,8 +30,15 @@ def create_run_folder(config: Config) -> Path:
     return folder
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is whole at any time, as it was or as it shall be: a run may be killed meanwhile."""
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text(text)
+    aside.replace(path)
+
+
 def write_config(path: Path, config: Config) -> None:
-    path.write_text(json.dumps(dataclasses.asdict(config), indent=2) + "\n")
+    write_whole(path, json.dumps(dataclasses.asdict(config), indent=2) + "\n")
 
 
 def record_sandbox(folder: Path, walls: Mapping[str, Any]) -> None:

@@ -3,15 +3,15 @@
 import contextlib
 import json
 import os
+import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
 
 import pytest
 from fake_vllm import FakeVllm
-from serving import serving
+from serving import reserved_port, serving
 
 from poise.assembly import embedded_engine, new_model_config
 from poise.config import (
@@ -97,9 +97,10 @@ def embedded(tmp_path_factory):
     return train(tmp_path_factory.mktemp("embedded"))
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+@pytest.fixture
+def port():
+    with reserved_port() as port:
+        yield port
 
 
 def serve_command(tmp_path):
@@ -123,10 +124,10 @@ def kill_in_the_middle(tmp_path, then=lambda: None):
     threading.Timer(0.7, kill).start()
 
 
-def test_a_server_that_is_killed_in_the_middle_of_a_step_is_started_again_and_nothing_is_lost(tmp_path, embedded):
+def test_a_server_that_is_killed_in_the_middle_of_a_step_is_started_again_and_nothing_is_lost(tmp_path, port, embedded):
     console = At(2, lambda: kill_in_the_middle(tmp_path))
     engine = EngineConfig(
-        kind="vllm", urls=(f"http://127.0.0.1:{free_port()}",), command=serve_command(tmp_path), max_wait_s=60.0
+        kind="vllm", urls=(f"http://127.0.0.1:{port}",), command=serve_command(tmp_path), max_wait_s=600.0
     )
     # The evaluation after step 1 has brought the weights: what is under way when the server dies are episodes.
     steps, sampled, grad_norms = train(tmp_path / "runs", engine, console, eval_every=1)
@@ -145,25 +146,28 @@ def test_a_server_that_is_killed_in_the_middle_of_a_step_is_started_again_and_no
 
 
 def test_a_server_that_is_killed_while_it_gets_weights_and_started_by_hand_from_others_gets_them_again(
-    tmp_path, embedded
+    tmp_path, port, embedded
 ):
-    port = free_port()
     other = new_model_config(config_of(tmp_path).model, byte_tokenizer())
     save_model(GptOss(other).init_weights(5), tmp_path / "other", tokenizer=byte_tokenizer().save)
     words = serve_command(tmp_path).replace("{port}", str(port)).replace("{checkpoint}", str(tmp_path / "other"))
     started = []
 
     def start():
-        started.append(subprocess.Popen(words, shell=True, stdout=subprocess.DEVNULL))
+        for process in started:
+            process.wait()  # its port is free then
+        # The shell's exec makes it the server itself, in a group of its own.
+        started.append(subprocess.Popen(shlex.split(words), stdout=subprocess.DEVNULL, start_new_session=True))
 
     start()
     console = At(2, lambda: kill_in_the_middle(tmp_path, then=start))
-    engine = EngineConfig(kind="vllm", urls=(f"http://127.0.0.1:{port}",), max_wait_s=60.0)
+    engine = EngineConfig(kind="vllm", urls=(f"http://127.0.0.1:{port}",), max_wait_s=600.0)
     try:
         steps, sampled, grad_norms = train(tmp_path / "runs", engine, console)
     finally:
-        os.kill(pid(tmp_path), signal.SIGTERM)
         for process in started:
+            if process.poll() is None:
+                process.kill()
             process.wait()
     assert len(started) == 2
     assert (steps, sampled) == embedded[:2]
@@ -171,13 +175,12 @@ def test_a_server_that_is_killed_while_it_gets_weights_and_started_by_hand_from_
     assert grad_norms == pytest.approx(embedded[2], rel=1e-3)
 
 
-def test_a_server_that_stays_away_ends_the_run_which_can_be_resumed(tmp_path, embedded):
-    port = free_port()
+def test_a_server_that_stays_away_ends_the_run_which_can_be_resumed(tmp_path, port, embedded):
     words = serve_command(tmp_path).replace("{port}", str(port)).replace("{checkpoint}", '"$1"')
     script = tmp_path / "start.sh"
     script.write_text(words.removeprefix("sh -c '").removesuffix("'") + "\n")
     engine = EngineConfig(
-        kind="vllm", urls=(f"http://127.0.0.1:{port}",), command=f"sh {script} {{checkpoint}}", max_wait_s=60.0
+        kind="vllm", urls=(f"http://127.0.0.1:{port}",), command=f"sh {script} {{checkpoint}}", max_wait_s=600.0
     )
 
     def end_for_good():
@@ -226,7 +229,7 @@ class Served:
 
 def test_servers_sample_ahead_and_each_token_keeps_its_version(tmp_path):
     with serving(Served(tmp_path), Served(tmp_path)) as urls:
-        engine = EngineConfig(kind="vllm", urls=tuple(urls), max_wait_s=60.0)
+        engine = EngineConfig(kind="vllm", urls=tuple(urls), max_wait_s=600.0)
         folder = train_job(config_of(tmp_path / "runs", engine, lead=1, steps=4), Console())
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = [line for line in metrics if line["step"] >= 1]

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import threading
 
 import httpx2
 import numpy as np
@@ -46,7 +47,7 @@ class Served:
 
 
 def client(url, *, temperature=1.0, **settings) -> VllmEngine:
-    servers = Servers([url], **({"timeout_s": 30.0, "retries": 1, "max_wait_s": 5.0} | settings))
+    servers = Servers([url], **({"timeout_s": 300.0, "retries": 1, "max_wait_s": 300.0} | settings))
     return VllmEngine(
         servers,
         stop_ids=TOKENIZER.stop_ids,
@@ -54,6 +55,10 @@ def client(url, *, temperature=1.0, **settings) -> VllmEngine:
         temperature=temperature,
         routes_shape=(3, 2),
     )
+
+
+def post(url, **arguments):
+    return httpx2.post(url, timeout=300.0, **arguments)
 
 
 def ask(served, work, **settings):
@@ -124,16 +129,24 @@ def test_scores_are_those_of_one_full_forward_at_temperature_1():
 def test_weights_are_pushed_while_requests_run_and_each_token_knows_its_own(tmp_path):
     folder = tmp_path / "new"
     save_model(tiny(1), folder, format="fp32", tokenizer=TOKENIZER.save)
-    served = Served(tiny(0), max_context_tokens=512)
+    model, is_frozen = tiny(0), threading.Event()
+    served = Served(model, max_context_tokens=512)
+
+    def freeze(*_):
+        """Once, from within: whoever pauses it from outside may come too late."""
+        if served.engine.num_sampled_tokens >= 5 and not is_frozen.is_set():
+            served.engine.pause()
+            is_frozen.set()
+
+    model.register_forward_hook(freeze)
 
     async def work(engine):
-        engine.stop_ids = frozenset()  # long enough to be overtaken
+        engine.stop_ids = frozenset()  # it goes on to the end
         await engine.set_policy_version(6, mark="run-6")
         url = engine.servers.all[0].url
         assert await engine.read_mark(url) == "run-6"
         task = asyncio.create_task(engine(PROMPT, episode_id="e", seed=1, max_tokens=300))
-        while served.engine.num_sampled_tokens < 5:
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(is_frozen.wait)
         await engine.pause()
         await engine.post("/load_checkpoint", {"path": str(folder), "weight_version": "run-7"})
         await engine.set_policy_version(7, mark="run-7")
@@ -181,7 +194,7 @@ def test_pause_freezes_and_resume_goes_on():
 
 def completion(body):
     with serving(Served(tiny())) as (url,):
-        return httpx2.post(f"{url}/v1/completions", json=body)
+        return post(f"{url}/v1/completions", json=body)
 
 
 def test_completions_return_ids_log_probs_and_prompt_log_probs():
@@ -206,7 +219,7 @@ def test_routes_from_a_position_on_are_the_end_of_all_routes():
 
     def routes(url, start):
         sampling = body["sampling_params"] | {"routed_experts_prompt_start": start}
-        answer = httpx2.post(f"{url}/inference/v1/generate", json=body | {"sampling_params": sampling})
+        answer = post(f"{url}/inference/v1/generate", json=body | {"sampling_params": sampling})
         # verifiers cuts the data out of the text, and finds it by these characters.
         assert '"routed_experts":{"data":"' in answer.text
         sent = answer.json()["choices"][0]["routed_experts"]
@@ -219,7 +232,7 @@ def test_routes_from_a_position_on_are_the_end_of_all_routes():
         assert np.array_equal(end, whole[5:])
         for start in (len(PROMPT), -1, "x"):
             sampling = {"max_tokens": 4, "routed_experts_prompt_start": start}
-            answer = httpx2.post(f"{url}/inference/v1/generate", json=body | {"sampling_params": sampling})
+            answer = post(f"{url}/inference/v1/generate", json=body | {"sampling_params": sampling})
             assert answer.status_code == 400
             assert "must be a position of the prompt" in answer.json()["error"]["message"]
 
@@ -243,10 +256,10 @@ def test_what_would_sample_from_another_distribution_is_refused():
     base = {"prompt": PROMPT, "max_tokens": 2}
     with serving(Served(tiny())) as (url,):
         for key, (value, reason) in REFUSED.items():
-            answer = httpx2.post(f"{url}/v1/completions", json=base | {key: value})
+            answer = post(f"{url}/v1/completions", json=base | {key: value})
             assert answer.status_code == 400, key
             assert reason in answer.json()["error"]["message"], key
-        too_long = httpx2.post(f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 500})
+        too_long = post(f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 500})
         assert "exceed max_context_tokens 128, the maximum context length" in too_long.json()["error"]["message"]
 
 

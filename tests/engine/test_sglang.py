@@ -85,7 +85,7 @@ class FakeSglang:
 def with_client(work, fake, *, routes=False, temperature=1.0):
     async def main(url):
         engine = SglangEngine(
-            Servers([url], timeout_s=10.0, retries=1, max_wait_s=5.0),
+            Servers([url], timeout_s=300.0, retries=1, max_wait_s=300.0),
             stop_ids=STOPS, vocab_size=VOCAB, temperature=temperature,
             routes_shape=(LAYERS, EXPERTS_PER_TOKEN) if routes else None,
         )  # fmt: skip

@@ -94,7 +94,7 @@ class SglangOverPoise:
 def test_a_run_over_sglangs_protocol_follows_the_trainer(tmp_path):
     fake = SglangOverPoise(tmp_path)
     with serving(fake) as urls:
-        engine = EngineConfig(kind="sglang", urls=tuple(urls), max_wait_s=30.0)
+        engine = EngineConfig(kind="sglang", urls=tuple(urls), max_wait_s=600.0)
         folder = train_job(config_of(tmp_path / "runs", engine), Console())
     steps, _, _ = left_behind(folder)
     assert steps == [1, 2]
@@ -109,6 +109,6 @@ def test_a_run_over_sglangs_protocol_follows_the_trainer(tmp_path):
 
 def test_a_server_that_only_says_that_it_has_loaded_is_found_out(tmp_path):
     with serving(SglangOverPoise(tmp_path, is_stale=True)) as urls:
-        engine = EngineConfig(kind="sglang", urls=tuple(urls), max_wait_s=30.0)
+        engine = EngineConfig(kind="sglang", urls=tuple(urls), max_wait_s=600.0)
         with pytest.raises(CanaryError, match="does not have the trainer's weights"):
             train_job(config_of(tmp_path / "runs", engine), Console())

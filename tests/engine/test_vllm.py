@@ -3,12 +3,11 @@
 import asyncio
 import contextlib
 import itertools
-import socket
 
 import numpy as np
 import pytest
 from fake_vllm import EXPERTS_PER_TOKEN, LAYERS, STOPS, VOCAB, FakeVllm, log_softmax
-from serving import serving, serving_one
+from serving import reserved_port, serving, serving_one
 
 from poise.config import ConfigError
 from poise.engine.answers import decoded_routes, signed_seed
@@ -20,7 +19,7 @@ PROMPT = [3, 1, 4, 1, 5]
 
 def client(urls, *, temperature=1.0, routes=False, **settings):
     told = []
-    settings = {"timeout_s": 10.0, "retries": 3, "max_wait_s": 5.0, "tell": told.append} | settings
+    settings = {"timeout_s": 300.0, "retries": 3, "max_wait_s": 300.0, "tell": told.append} | settings
     engine = VllmEngine(
         Servers(urls, **settings),
         stop_ids=STOPS,
@@ -194,8 +193,10 @@ def test_an_answer_that_takes_too_long_is_asked_for_again():
         fake.hold = None
         return await task
 
-    assert with_client(work, fake, timeout_s=0.3) == with_client(act, FakeVllm())
-    assert len(fake.seen) == 2
+    # A machine that stands still for longer than this may need several more tries.
+    assert with_client(work, fake, timeout_s=0.3, retries=1000) == with_client(act, FakeVllm())
+    assert len(fake.seen) >= 2
+    assert all(body == fake.seen[0] for body in fake.seen)
 
 
 def test_an_episode_stays_with_its_server_and_episodes_are_spread_evenly():
@@ -216,7 +217,7 @@ def test_an_episode_moves_on_when_its_server_dies_and_nobody_waits():
     alive = FakeVllm()
 
     async def main(urls, stop):
-        engine = client(urls, max_wait_s=30.0)
+        engine = client(urls, max_wait_s=300.0)
         for i in range(4):
             await act(engine, episode_id=f"{i}")
         stop.close()
@@ -232,18 +233,12 @@ def test_an_episode_moves_on_when_its_server_dies_and_nobody_waits():
     assert any("trying again" in line for line in told)
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 def test_a_server_that_comes_back_with_other_weights_gets_them_before_it_samples():
-    port = free_port()
     second = FakeVllm(name="default")
     restored = []
 
-    async def main(first_server):
-        engine = client([f"http://127.0.0.1:{port}"], max_wait_s=30.0)
+    async def main(port, first_server):
+        engine = client([f"http://127.0.0.1:{port}"], max_wait_s=300.0)
 
         async def restore(url):
             # Nothing may have been sampled from the weights it came back with.
@@ -263,9 +258,10 @@ def test_a_server_that_comes_back_with_other_weights_gets_them_before_it_samples
             await engine.close()
         return before, after
 
-    first = serving_one(FakeVllm(), port)
-    first.__enter__()
-    before, after = asyncio.run(main(first))
+    with reserved_port() as port:
+        first = serving_one(FakeVllm(), port)
+        first.__enter__()
+        before, after = asyncio.run(main(port, first))
     assert restored == [0]
     assert second.mark == "run-3"
     assert after == before

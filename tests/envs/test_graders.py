@@ -44,16 +44,15 @@ def test_what_takes_too_much_is_stopped_and_the_next_call_works(pool, name, reas
     assert ask(pool, "add", 1, 2) == 3
 
 
-def test_a_burning_call_does_not_hold_up_the_others(pool):
+def test_a_long_call_does_not_hold_up_the_others(pool, tmp_path):
     async def main():
-        burning = asyncio.ensure_future(pool("burn"))
+        held_up = asyncio.ensure_future(pool("wait_for", str(tmp_path / "all are answered")))
         answers = [await pool("add", i, 1) for i in range(20)]
-        assert not burning.done()
-        with pytest.raises(GraderTimeout):
-            await burning
-        return answers
+        assert not held_up.done()
+        (tmp_path / "all are answered").touch()
+        return answers, await held_up
 
-    assert asyncio.run(main()) == list(range(1, 21))
+    assert asyncio.run(main()) == (list(range(1, 21)), "it was there")
 
 
 def test_a_server_or_child_that_was_killed_from_outside_is_replaced(pool):
@@ -105,9 +104,9 @@ asyncio.run(main())
 
 def test_nothing_outlives_a_trainer_that_was_killed():
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", ABANDON], capture_output=True, text=True, timeout=60, env=env)
+    done = subprocess.run([sys.executable, "-c", ABANDON], capture_output=True, text=True, timeout=600, env=env)
     child, server = map(int, done.stdout.split())
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 600
     while any(os.path.exists(f"/proc/{pid}") for pid in (child, server)):
         assert time.monotonic() < deadline, "a grader is still there"
         time.sleep(0.05)

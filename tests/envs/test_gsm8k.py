@@ -162,7 +162,7 @@ def test_a_missing_extra_is_one_sentence(tmp_path):
         "    try: make_task(config)\n"
         "    except ConfigError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", script, data], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", script, data], capture_output=True, text=True, timeout=6000)
     assert done.stdout.splitlines() == [
         "task reasoning_gym needs the extra gym: pip install 'poise[gym]'",
         "task gsm8k needs the extra math: pip install 'poise[math]'",
@@ -219,7 +219,7 @@ def load(source, split, endpoint, home):
     env = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PATH": "/usr/bin:/bin", "HF_HUB_DISABLE_XET": "1"}
     env["PYTHONPATH"] = os.pathsep.join(sys.path)
     command = [sys.executable, "-c", LOAD, source, split]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=env).stdout.strip()
 
 
 def test_rows_from_the_hub(tmp_path):

@@ -4,12 +4,11 @@ import asyncio
 import importlib.util
 import json
 import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from serving import listening
 
 from poise.config import ConfigError
 from poise.envs.gym_env import GymTask
@@ -228,6 +227,7 @@ async def mcp_episode(servers):
         servers=servers,
         grade=lambda transcript, row: float(answer_text(transcript) == row["answer"]),
         instructions="Use tools.",
+        time_limit_s=600.0,
     )
     env = task.make_env(task.train_rows[0])
     conversation = await env.reset()
@@ -269,20 +269,8 @@ def test_mcp_over_stdio_starts_a_server_an_episode():
 
 @needs_mcp
 def test_mcp_over_http():
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = chosen.getsockname()[1]
-    process = subprocess.Popen([sys.executable, CALCULATOR, str(port)], stderr=subprocess.DEVNULL)
-    try:
-        for _ in range(300):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
-        check(*asyncio.run(mcp_episode({"calculator": {"url": f"http://127.0.0.1:{port}/mcp"}})))
-    finally:
-        process.kill()
-        process.wait()
+    with listening([sys.executable, CALCULATOR]) as url:
+        check(*asyncio.run(mcp_episode({"calculator": {"url": f"{url}/mcp"}})))
 
 
 @needs_mcp

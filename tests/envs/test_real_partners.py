@@ -2,13 +2,11 @@
 
 import asyncio
 import re
-import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from serving import listening
 
 from poise.envs.gym_env import GymTask
 from poise.envs.openenv import OpenEnvTask
@@ -68,17 +66,8 @@ def test_a_game_of_gem_is_the_same_for_the_whole_group():
 
 def test_a_server_of_openenv():
     pytest.importorskip("openenv")
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = chosen.getsockname()[1]
-    server = subprocess.Popen([sys.executable, str(Path(__file__).with_name("openenv_echo.py")), str(port)])
-    try:
-        deadline = time.monotonic() + 60
-        while socket.socket().connect_ex(("127.0.0.1", port)) != 0:
-            assert server.poll() is None, "the server has ended"
-            assert time.monotonic() < deadline, "the server does not start"
-            time.sleep(0.2)
-        task = OpenEnvTask(f"http://127.0.0.1:{port}", to_text=lambda seen: seen["echoed"], history="append")
+    with listening([sys.executable, str(Path(__file__).with_name("openenv_echo.py"))]) as url:
+        task = OpenEnvTask(url, to_text=lambda seen: seen["echoed"], history="append")
 
         def answer(text):
             return "stop" if "1: hi" in text else "hi"
@@ -92,6 +81,3 @@ def test_a_server_of_openenv():
             text = RENDERER.tokenizer.decode(stream.token_ids)
             assert "seed 1<|end|>" in text
             assert "1: hi<|end|>" in text
-    finally:
-        server.kill()
-        server.wait()

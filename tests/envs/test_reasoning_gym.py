@@ -1,7 +1,6 @@
 """Task reasoning_gym: lazy rows, held-out problems, the package's scorers, demonstrations that really run."""
 
 import asyncio
-import time
 
 import pytest
 import reasoning_gym
@@ -30,10 +29,9 @@ def test_rows_are_those_of_the_package():
 
 
 def test_rows_are_lazy():
-    start = time.monotonic()
-    task = reasoning("zebra_puzzles", num_train_rows=10_000_000, num_test_rows=2)  # some 20 ms each
+    # Some 20 ms each: made beforehand they would take two days.
+    task = reasoning("zebra_puzzles", num_train_rows=10_000_000, num_test_rows=2)
     assert task.train_rows[9_999_999]["question"] != task.train_rows[0]["question"]
-    assert time.monotonic() - start < 5
 
 
 def test_held_out_problems_are_not_trained_on():

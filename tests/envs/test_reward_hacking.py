@@ -85,7 +85,7 @@ CODE = {
 def task(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     path.write_text(json.dumps({"question": "What is 20 + 22?", "answer": "20 + 22 = 42\n#### 42"}) + "\n")
-    return make_task(TaskConfig(name=request.param, test_data=str(path), tool_time_limit_s=3.0))
+    return make_task(TaskConfig(name=request.param, test_data=str(path), tool_time_limit_s=60.0))
 
 
 async def episode(task, actions):

@@ -1,6 +1,7 @@
 """Tools: schemas against Transformers' own, and every mistake of a policy as text."""
 
 import asyncio
+import threading
 import time
 from typing import Any, Literal
 
@@ -213,18 +214,6 @@ async def raises_timeout() -> str:
     raise TimeoutError("the lake is frozen")
 
 
-async def waits() -> str:
-    """Waits."""
-    await asyncio.sleep(0.2)
-    return "waited"
-
-
-def sleeps() -> str:
-    """Sleeps."""
-    time.sleep(0.2)
-    return "slept"
-
-
 def test_exceptions_are_texts_but_a_broken_server_is_not():
     results, errors = answers([call("functions.fails", "")], CallableTool(fails))
     assert results[0][2] == "Error: KeyError: 'gone'"
@@ -236,20 +225,40 @@ def test_exceptions_are_texts_but_a_broken_server_is_not():
 
 
 def test_time_limit_of_a_function():
-    for function in (waits, sleeps):
-        results, errors = answers(
-            [call(f"functions.{function.__name__}", "")], CallableTool(function, time_limit_s=0.05)
-        )
-        assert results[0][2] == "Error: timed out after 0.05 s"
-        assert errors == [True]
+    is_over = threading.Event()
+
+    async def waits() -> str:
+        """Waits."""
+        await asyncio.Event().wait()
+        return "never"
+
+    def sleeps() -> str:
+        """Sleeps."""
+        is_over.wait()
+        return "too late"
+
+    async def outputs():
+        try:
+            return [await CallableTool(function, time_limit_s=0.05)("") for function in (waits, sleeps)]
+        finally:
+            is_over.set()  # the thread is left behind, and the end of the loop waits for it
+
+    for output in asyncio.run(outputs()):
+        assert output.text == "Error: timed out after 0.05 s"
+        assert output.is_error
 
 
 def test_independent_calls_overlap_and_keep_their_order():
-    start = time.monotonic()
-    results, _ = answers([call("functions.waits", "")] * 4 + [call("functions.nothing", "{}")],
-                         CallableTool(waits), CallableTool(nothing))  # fmt: skip
-    assert [text for _, _, text in results] == ["waited"] * 4 + ["done"]
-    assert time.monotonic() - start < 0.5  # one after another: 0.8 s
+    all_four = asyncio.Barrier(4)
+
+    async def meets() -> str:
+        """Waits for three others."""
+        await all_four.wait()
+        return "met"
+
+    results, _ = answers([call("functions.meets", "")] * 4 + [call("functions.nothing", "{}")],
+                         CallableTool(meets), CallableTool(nothing))  # fmt: skip
+    assert [text for _, _, text in results] == ["met"] * 4 + ["done"]
 
 
 def test_dependent_calls_run_in_order():
@@ -296,9 +305,14 @@ def test_python_tool():
 
 
 def test_python_tool_has_a_time_limit():
-    tool = PythonTool(Limits(wall_s=0.3, cpu_s=1))
+    tool = PythonTool(Limits(wall_s=0.3, cpu_s=600))
     results, errors = answers([call("python", "while True: pass", "analysis")], tool)
-    assert results == [("python", "analysis", "[timed out after 0.3 s; interrupted, variables are kept]")]
+    assert results[0][:2] == ("python", "analysis")
+    # On a busy machine it may not end in time where it is interrupted.
+    assert results[0][2] in (
+        "[timed out after 0.3 s; interrupted, variables are kept]",
+        "[timed out after 0.3 s; the interpreter was restarted, all variables are lost]",
+    )
     assert errors == [True]
 
 

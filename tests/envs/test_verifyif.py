@@ -107,7 +107,7 @@ def test_every_prompt_is_graded_the_same_twice(ifeval_folder, graded, tmp_path):
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONHASHSEED": "7"}
     done = subprocess.run(
         [sys.executable, "-c", AGAIN, str(tmp_path / "asked"), MODULE],
-        capture_output=True, text=True, timeout=120, env=env,
+        capture_output=True, text=True, timeout=600, env=env,
     )  # fmt: skip
     assert [json.loads(line) for line in done.stdout.splitlines()] == [result for _, result in asked]
 

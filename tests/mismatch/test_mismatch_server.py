@@ -49,7 +49,7 @@ def url(checkpoints):
             yield line.split("listening on ")[1].split(";")[0]
         finally:
             process.send_signal(signal.SIGINT)
-            process.wait(timeout=60)
+            process.wait(timeout=300)
 
 
 def report_of(tmp_path, *args: str):

@@ -1,10 +1,10 @@
 """Processes that form a mesh on this machine, and what they compute: tiny policies whose sinks and biases matter."""
 
 import multiprocessing
-import socket
 import traceback
 from datetime import timedelta
 from functools import partial
+from queue import Empty
 
 import torch
 import torch.distributed as dist
@@ -17,18 +17,18 @@ from poise.train.trainer import Trainer
 from poise.types import Stop, Trajectory, Turn
 
 VOCABULARY = 40
+PATIENCE = timedelta(minutes=10)  # of ranks with each other: against hanging alone
 
 
 def on_ranks(num_ranks, function, *args):
     """``function(*args)`` in ``num_ranks`` processes of one group; what each returned, or the first traceback."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["poise.train.trainer"])  # torch is imported once
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # Kept here: it must outlast every rank.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     queue = context.Queue()
     processes = [
-        context.Process(target=_rank, args=(rank, num_ranks, port, queue, function, args), daemon=True)
+        context.Process(target=_rank, args=(rank, num_ranks, store.port, queue, function, args), daemon=True)
         for rank in range(num_ranks)
     ]
     for process in processes:
@@ -36,7 +36,12 @@ def on_ranks(num_ranks, function, *args):
     try:
         results = {}
         while len(results) < num_ranks:
-            rank, result, error = queue.get(timeout=120)
+            try:
+                rank, result, error = queue.get(timeout=10)
+            except Empty:
+                lost = [i for i, p in enumerate(processes) if i not in results and p.exitcode not in (None, 0)]
+                assert not lost, f"ranks {lost} ended without a word"
+                continue
             assert error is None, f"rank {rank}:\n{error}"
             results[rank] = result
     finally:
@@ -49,8 +54,8 @@ def on_ranks(num_ranks, function, *args):
 def _rank(rank, num_ranks, port, queue, function, args):
     torch.set_num_threads(1)
     try:
-        store = dist.TCPStore("127.0.0.1", port, num_ranks, is_master=rank == 0, timeout=timedelta(seconds=60))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60))
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=PATIENCE)
         queue.put((rank, _plain(function(*args)), None))
         dist.barrier()
     except BaseException:

@@ -1,7 +1,8 @@
 """`poise train ppo_tiny` under torchrun: its numbers are those of one process, which also goes on from there."""
 
 import pytest
-from test_main_job import ARGUMENTS, launched, metrics_of
+from test_main_job import ARGUMENTS, metrics_of
+from torchrun import finished
 
 from poise.cli import run
 
@@ -12,9 +13,8 @@ PPO = ["train", "ppo_tiny", *ARGUMENTS, "--overlong=penalty", "--overlong-buffer
 def test_two_ranks_then_one_process(tmp_path):
     arguments = [*PPO, "--normalize-returns=popart"]
     assert run([*arguments, "--run.steps=3", f"--run.folder={tmp_path / 'alone'}"]) == 0
-    launcher = launched(2, *arguments, "--run.steps=2", f"--run.folder={tmp_path / 'ranks'}")
-    printed, _ = launcher.communicate(timeout=150)
-    assert launcher.returncode == 0, printed
+    code, printed = finished(2, *arguments, "--run.steps=2", f"--run.folder={tmp_path / 'ranks'}")
+    assert code == 0, printed
     (folder,) = (tmp_path / "ranks").iterdir()
     assert run(["train", "--resume", str(folder), "--run.steps=3"]) == 0
     ours, theirs = metrics_of(tmp_path / "ranks"), metrics_of(tmp_path / "alone")

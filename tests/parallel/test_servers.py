@@ -51,7 +51,7 @@ def mesh_of(degrees):
 def engine_of(model, urls, folder, mesh):
     config = Config(
         rollout=RolloutConfig(max_context_tokens=CONTEXT, max_action_tokens=16), run=RunConfig(folder=str(folder)),
-        engine=EngineConfig(kind="vllm", urls=tuple(urls), max_wait_s=30.0, retries=1),
+        engine=EngineConfig(kind="vllm", urls=tuple(urls), max_wait_s=600.0, retries=1),
     )  # fmt: skip
     return connect(model, TOKENIZER, config, Console(is_silent=True), mesh)
 

@@ -1,14 +1,13 @@
 """`poise train` under torchrun that samples from servers: what one process does with them, and an end for all."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 from ranks import shape
 from serving import serving
 from starlette.responses import JSONResponse
+from torchrun import finished
 
 from poise.assembly import assemble, embedded_engine, new_model_config
 from poise.cli import run
@@ -60,10 +59,7 @@ class Served:
 
 
 def on_two_ranks(urls, folder, *arguments):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "poise"]
-    command += [*RECIPE, "--engine.urls", *urls, f"--run.folder={folder}", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=500)
-    return done.returncode, done.stdout
+    return finished(2, *RECIPE, "--engine.urls", *urls, f"--run.folder={folder}", *arguments)
 
 
 def left_behind(folder):

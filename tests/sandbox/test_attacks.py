@@ -15,6 +15,8 @@ def test_without_a_sandbox_the_attack_does_harm(world, attack):
     world.reset()
     text = world.run_without_sandbox(world.code(attack))
     is_harmed = attack.harm(world, text)
+    for _ in range(0 if attack.may_lack else 1000):  # a signal may take a while to end somebody
+        is_harmed = is_harmed or attack.harm(world, text)
     if attack.may_lack and not is_harmed:
         pytest.skip(f"this kernel lacks it: {text.strip().splitlines()[-1:]}")
     assert is_harmed, text

@@ -1,6 +1,7 @@
 """The sandbox against real snippets: well-behaved, broken and hostile. Every snippet runs in a real process."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -40,7 +41,8 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
-def wait_for(condition, seconds=5.0):
+def wait_for(condition, seconds=300.0):
+    """Whether it came true; the time is against hanging alone."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
@@ -51,9 +53,8 @@ def wait_for(condition, seconds=5.0):
 
 @pytest.fixture
 def idle():
-    """The processes that stay between calls: the fork servers."""
+    """The processes that stay between calls: the fork servers. One that is about to end may be among them."""
     run("1")
-    time.sleep(0.2)  # its warden is gone
     return descendants(os.getpid())
 
 
@@ -139,18 +140,53 @@ def test_output_keeps_its_order_and_is_cut_in_the_middle():
     ],
 )
 def test_time_out(code):
-    start = time.monotonic()
-    result = run("print('before')\n" + code, wall_s=0.5)
+    result = run("print('before')\n" + code, wall_s=0.5, cpu_s=600)
     assert result.timed_out
     assert result.is_error
-    assert result.text == "before\n[timed out after 0.5 s]"
-    assert time.monotonic() - start < 3.0
+    # On a busy machine the time may be over before it has said anything.
+    assert result.text in ("before\n[timed out after 0.5 s]", "[timed out after 0.5 s]")
 
 
 def test_cpu_limit():
-    result = run("while True: pass", cpu_s=0.2, wall_s=60)
+    result = run("print('before')\nwhile True: pass", cpu_s=0.2, wall_s=600)
     assert result.timed_out
-    assert result.text == "[timed out after 0.2 s of CPU time]"
+    assert result.text == "before\n[timed out after 0.2 s of CPU time]"
+
+
+def test_time_in_which_the_machine_stands_still_is_not_the_cells():
+    """The cell, and what watches it, are stopped for longer than the cell may take; it goes on a little later."""
+
+    async def stalled():
+        before = halted()
+        async with Sandbox().session(Limits(wall_s=1.0)) as session:
+            await session.run("import time")
+            while not (interpreters := halted() - before):  # between cells it is halted as well
+                await asyncio.sleep(0.01)
+            cell = asyncio.create_task(session.run("time.sleep(0.5); 7"))
+            while halted() & interpreters:
+                await asyncio.sleep(0.01)
+            everybody = descendants(os.getpid()) - before
+            signal_all(everybody, signal.SIGSTOP)
+            time.sleep(1.5)
+            signal_all(everybody - interpreters, signal.SIGCONT)
+            time.sleep(0.3)
+            signal_all(interpreters, signal.SIGCONT)
+            return await cell
+
+    def halted():
+        found = set()
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+                    found.add(pid)
+        return found
+
+    def signal_all(pids, number):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    assert asyncio.run(stalled()).text == "7"
 
 
 def test_memory_limit():
@@ -169,12 +205,11 @@ def test_file_size_limit():
 
 
 def test_flood_of_output():
-    start = time.monotonic()
-    result = run("import sys\nfor _ in range(1000): sys.stdout.write('x' * 1_000_000)", num_output_bytes=200, wall_s=20)
+    flood = "import sys\nfor _ in range(1000): sys.stdout.write('x' * 1_000_000)"
+    result = run(flood, num_output_bytes=200, wall_s=600, cpu_s=600)
     assert result.text.startswith("x" * 100 + "\n[... ")
     assert result.text.endswith("[stopped: too much output]")
     assert len(result.text) < 300
-    assert time.monotonic() - start < 5
 
 
 def test_threads_work_and_are_counted(idle):
@@ -191,7 +226,7 @@ def test_threads_work_and_are_counted(idle):
         print(len(started), error)
     """
     assert run(code, num_threads=5).text == "4 can't start new thread"  # the main thread is the fifth
-    assert wait_for(lambda: descendants(os.getpid()) == idle)
+    assert wait_for(lambda: descendants(os.getpid()) <= idle)
 
 
 @pytest.mark.skipif(not HAS_NAMESPACES, reason="needs namespaces")
@@ -256,7 +291,7 @@ def test_a_snippet_harms_nobody_else(code):
 
     async def both():
         return await asyncio.gather(
-            run_python(code, limits=QUICK), run_python("import time; time.sleep(0.3); 7", limits=QUICK)
+            run_python(code, limits=QUICK), run_python("import time; time.sleep(0.3); 7", limits=Limits(wall_s=600))
         )
 
     _, neighbour = asyncio.run(both())
@@ -288,29 +323,31 @@ def test_many_at_once_in_several_event_loops():
 
 
 def test_the_event_loop_is_not_blocked():
-    async def ticks():
+    async def main():
         await run_python("1")  # the server runs
-        snippet = asyncio.create_task(run_python("import time; time.sleep(0.5)"))
-        longest, last = 0.0, time.monotonic()
-        while not snippet.done():
+        # Nothing ends it but what the loop does meanwhile.
+        snippet = asyncio.create_task(run_python("import time; time.sleep(600)", limits=Limits(wall_s=600)))
+        for _ in range(20):
             await asyncio.sleep(0.01)
-            longest, last = max(longest, time.monotonic() - last), time.monotonic()
-        return longest
+        assert not snippet.done()
+        snippet.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await snippet
 
-    assert asyncio.run(ticks()) < 0.3
+    asyncio.run(main())
 
 
 def test_a_cancelled_call_ends_its_snippet(idle):
     async def cancelled():
-        call = asyncio.create_task(run_python("import time; time.sleep(60)", limits=Limits(wall_s=60)))
-        await asyncio.sleep(0.3)
-        assert descendants(os.getpid()) > idle
+        call = asyncio.create_task(run_python("import time; time.sleep(600)", limits=Limits(wall_s=600)))
+        while descendants(os.getpid()) <= idle:
+            await asyncio.sleep(0.02)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
 
     asyncio.run(cancelled())
-    assert wait_for(lambda: descendants(os.getpid()) == idle)
+    assert wait_for(lambda: descendants(os.getpid()) <= idle)
 
 
 SCRIPT = """
@@ -323,7 +360,7 @@ run_python = Sandbox().run
 async def main():
     print(protection(), flush=True)
     print((await run_python("import os; open('f', 'w'); os.getcwd()")).text, flush=True)
-    await asyncio.gather(*[run_python("import time; time.sleep(60)", limits=Limits(wall_s=60)) for _ in range(3)])
+    await asyncio.gather(*[run_python("import time; time.sleep(600)", limits=Limits(wall_s=600)) for _ in range(3)])
 
 asyncio.run(main())
 """
@@ -344,7 +381,7 @@ def test_nothing_is_left_when_the_trainer_is_stopped(number, tmp_path):
     assert wait_for(lambda: len(descendants(process.pid)) > 3)
     children = descendants(process.pid)
     process.send_signal(number)
-    process.wait(timeout=60)
+    process.wait(timeout=300)
     assert wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
     assert list(tmp_path.iterdir()) == []
 

@@ -52,7 +52,8 @@ async def neighbour(session, attack):
 async def main():
     sandbox = Sandbox(mode=sys.argv[1])
     print(json.dumps(sandbox.walls()), flush=True)
-    async with sandbox.session() as beside:
+    # Whatever the machine does meanwhile, its cells end by themselves.
+    async with sandbox.session(Limits(wall_s=600, cpu_s=600)) as beside:
         await beside.run("x = 41")
         while line := await asyncio.to_thread(sys.stdin.readline):
             attack = asyncio.create_task(attacked(sandbox, json.loads(line)))
@@ -212,7 +213,7 @@ class World:
         folder = tempfile.mkdtemp(dir=self.folder)
         os.chmod(folder, 0o777)
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=20, env=self.env, cwd=folder,
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, env=self.env, cwd=folder,
             errors="replace",
         )  # fmt: skip
         return done.stdout
@@ -256,4 +257,4 @@ class Trainer:
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(timeout=20)
+        self.process.wait(timeout=300)

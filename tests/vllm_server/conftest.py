@@ -1,8 +1,8 @@
 """One real vLLM server for all tests of this folder: ``make test-vllm``."""
 
+import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from serving import reserved_port
 
 from poise.model import GptOss, GptOssConfig, RopeConfig, save_model
 
@@ -66,11 +67,7 @@ def random_model(seed: int) -> GptOss:
 class Process:
     """A server and everything that it started."""
 
-    def __init__(self, checkpoint: Path, log: Path, *flags: str, port: int | None = None) -> None:
-        if port is None:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
+    def __init__(self, checkpoint: Path, log: Path, port: int, *flags: str) -> None:
         self.port, self.url, self.log = port, f"http://127.0.0.1:{port}", log
         module = "vllm.entrypoints.openai.api_server"
         self.command = [
@@ -116,6 +113,18 @@ class Process:
         self.process.wait()
 
 
+@contextlib.contextmanager
+def serving_vllm(checkpoint, log):
+    """A server that has just been started, and is gone afterwards."""
+    with reserved_port() as port:
+        process = Process(checkpoint, log, port)
+        try:
+            yield process
+        finally:
+            if process.process.poll() is None:
+                process.kill()
+
+
 @pytest.fixture(scope="session")
 def model_a():
     return random_model(1)
@@ -131,13 +140,11 @@ def processes(tmp_path_factory, model_a, model_b):
     """Servers that were started with A and with B, both at once: starting takes most of the time of these tests."""
     folder = tmp_path_factory.mktemp("servers")
     started = {}
-    for name, model in (("a", model_a), ("b", model_b)):
-        save_model(model, folder / name, "fp32")
-        started[name] = Process(folder / name, folder / f"{name}.log")
-    yield started
-    for process in started.values():
-        if process.process.poll() is None:
-            process.kill()
+    with contextlib.ExitStack() as stack:
+        for name, model in (("a", model_a), ("b", model_b)):
+            save_model(model, folder / name, "fp32")
+            started[name] = stack.enter_context(serving_vllm(folder / name, folder / f"{name}.log"))
+        yield started
 
 
 @pytest.fixture(scope="session")

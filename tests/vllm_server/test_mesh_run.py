@@ -1,11 +1,10 @@
 """``poise train`` on two ranks that sample from one vLLM server, by each way for weights."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from conftest import Process
+from conftest import serving_vllm
+from torchrun import finished
 
 from poise.assembly import new_model_config
 from poise.config import ModelConfig
@@ -32,22 +31,18 @@ def started(tmp_path_factory):
     folder, tokenizer = tmp_path_factory.mktemp("server"), byte_tokenizer()
     model = GptOss(new_model_config(ModelConfig(**SHAPE), tokenizer)).init_weights(5)
     save_model(model, folder / "start", "fp32", tokenizer=tokenizer.save)
-    process = Process(folder / "start", folder / "log")
-    yield process.wait()
-    process.kill()
+    with serving_vllm(folder / "start", folder / "log") as process:
+        yield process.wait()
 
 
 @pytest.mark.parametrize(
     ("weights", "degrees"), [("transfer", ["--expert-degree=2"]), ("folder", ["--sequence-degree=2"])]
 )
 def test_two_ranks_train_with_the_tokens_of_one_vllm_server(started, tmp_path, weights, degrees):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "poise"]
-    command += ["train", "arithmetic_tiny", *(f"--{key}={value}" for key, value in KEYS.items()), *degrees]
-    command += ["--engine=vllm", f"--engine.urls={started.url}", f"--engine.weights={weights}"]
-    done = subprocess.run(
-        [*command, f"--run.folder={tmp_path}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout
+    arguments = ["train", "arithmetic_tiny", *(f"--{key}={value}" for key, value in KEYS.items()), *degrees]
+    arguments += ["--engine=vllm", f"--engine.urls={started.url}", f"--engine.weights={weights}"]
+    code, printed = finished(2, *arguments, f"--run.folder={tmp_path}")
+    assert code == 0, printed
     (folder,) = tmp_path.iterdir()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["step"] >= 1]

@@ -5,11 +5,11 @@ import json
 import os
 import shlex
 import signal
-import socket
 import threading
 
 import pytest
 from conftest import ENVIRONMENT, FLAGS, PYTHON
+from serving import reserved_port
 
 from poise.config import (
     AlgorithmConfig,
@@ -101,10 +101,12 @@ def test_a_run_samples_from_vllm_also_when_the_server_is_killed_in_the_middle_of
         threading.Timer(0.3, lambda: os.killpg(pid(tmp_path), signal.SIGKILL)).start()
 
     console = At(2, kill)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    engine = EngineConfig(kind="vllm", urls=(url,), command=command(tmp_path), weights="transfer", max_wait_s=600.0)
-    steps, prompts, metrics = left_behind(train_job(config_of(tmp_path / "runs", engine), console))
+    with reserved_port() as port:
+        engine = EngineConfig(
+            kind="vllm", urls=(f"http://127.0.0.1:{port}",), command=command(tmp_path), weights="transfer",
+            max_wait_s=3600.0,
+        )  # fmt: skip
+        steps, prompts, metrics = left_behind(train_job(config_of(tmp_path / "runs", engine), console))
     assert steps == embedded[0] == [1, 2, 3]
     assert prompts == embedded[1]  # the same problems in the same order
     for line in metrics:

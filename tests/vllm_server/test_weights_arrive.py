@@ -39,7 +39,7 @@ def trainer_log_probs(model, token_ids, temperature=1.0):
 
 @asynccontextmanager
 async def engine_at(*processes, temperature=1.0, routes_shape=None):
-    servers = Servers([process.url for process in processes], timeout_s=120, retries=1, max_wait_s=300)
+    servers = Servers([process.url for process in processes], timeout_s=600, retries=1, max_wait_s=1800)
     arguments = {"stop_ids": STOP_IDS, "vocab_size": VOCAB, "temperature": temperature, "routes_shape": routes_shape}
     engine = VllmEngine(servers, **arguments)
     try:
@@ -66,7 +66,7 @@ async def largest_difference(engine, model):
 
 
 def make_route(name, servers, kind, folder):
-    return FolderRoute(servers, kind, folder) if name == "folder" else TransferRoute(servers, kind, timeout_s=60)
+    return FolderRoute(servers, kind, folder) if name == "folder" else TransferRoute(servers, kind, timeout_s=300)
 
 
 @pytest.mark.parametrize("name", ["folder", "transfer"])
@@ -96,18 +96,18 @@ def test_an_update_is_whole_and_can_be_taken_back(server, fresh_b, model_a, mode
 def test_two_servers_get_the_weights_over_one_group(server, fresh_b, model_a, model_b):
     async def run():
         async with engine_at(server, fresh_b) as engine:
-            route = TransferRoute(engine.servers, await server_kind(engine.servers), timeout_s=60)
+            route = TransferRoute(engine.servers, await server_kind(engine.servers), timeout_s=300)
             await route.push(model_a)
             for process in (server, fresh_b):
                 async with engine_at(process) as one:
                     assert await largest_difference(one, model_a) < TOLERANCE
             # One of them forgets, and gets the weights alone; the next push reaches both again.
-            await TransferRoute(Servers([fresh_b.url]), route.kind, timeout_s=60).push(model_b)
+            await TransferRoute(Servers([fresh_b.url]), route.kind, timeout_s=300).push(model_b)
             await route.give(fresh_b.url)
             async with engine_at(fresh_b) as one:
                 assert await largest_difference(one, model_a) < TOLERANCE
             await route.push(model_a)
-            await TransferRoute(Servers([fresh_b.url]), route.kind, timeout_s=60).push(model_b)
+            await TransferRoute(Servers([fresh_b.url]), route.kind, timeout_s=300).push(model_b)
 
     asyncio.run(run())
 
@@ -117,7 +117,7 @@ def test_an_update_that_a_trainer_left_open_is_in_nobodys_way(server, model_a, m
 
     async def run():
         async with engine_at(server) as engine:
-            route = TransferRoute(engine.servers, await server_kind(engine.servers), timeout_s=60)
+            route = TransferRoute(engine.servers, await server_kind(engine.servers), timeout_s=300)
             await route.push(model_b)
             await engine.post("/start_weight_update", {})
             with pytest.raises(SyncError, match="already active"):

@@ -12,7 +12,8 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Of one interpreter. ``wall_s`` and ``cpu_s`` (all threads together) count for each cell anew.
+    """Of one interpreter. ``wall_s`` and ``cpu_s`` (all threads together) count for each cell anew; time in
+    which the machine does not let the sandbox run is not counted.
 
     ``memory_mib``: address space beyond what the warm interpreter maps. ``file_mib``: of one file and, but for mode
     "landlock", of the whole working directory. ``num_threads``: at once, the main one included. Output of a cell

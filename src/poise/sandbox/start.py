@@ -23,7 +23,8 @@ from poise.sandbox.limits import SandboxError
 from poise.sandbox.wire import LENGTH
 
 MODES = ("bubblewrap", "namespaces", "landlock")  # the strongest first
-_START_S = 60.0
+_START_S = 600.0  # against hanging alone: where it were over, "auto" would take a weaker protection
+_END_S = 30.0  # to end all interpreters and to remove their folders, on a busy machine
 # Stands in for the packages' own __init__ files, whose imports would be copied into every interpreter.
 _START = """
 import json, sys, types
@@ -108,7 +109,7 @@ class Server:
         if self.owner != os.getpid():
             return
         try:
-            self.process.wait(timeout=2)
+            self.process.wait(timeout=_END_S)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from torchrun import finished
 
 from poise.cli import run
 from poise.recipes import RECIPES

@@ -27,7 +27,8 @@ GREEDY = {
     "threads": (
         "import threading, time\nn = 0\ntry:\n    while True:\n"
         "        threading.Thread(target=time.sleep, args=(9,), daemon=True).start(); n += 1\n"
-        "except RuntimeError as e: print(n < 16, e)",
+        # Not quite 16: where all tasks of a user count together, some may just have ended.
+        "except RuntimeError as e: print(n < 40, e)",
         {},
         "True can't start new thread",
     ),

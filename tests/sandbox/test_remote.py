@@ -40,7 +40,7 @@ def run(body):
     # What hangs must have its limit, what does not may take longer on a busy machine.
     limit_s = body["run_timeout"] if "while True" in body["code"] else 600
     with subprocess.Popen(
-        [sys.executable, "-c", body["code"]], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", body["code"]], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
     ) as process:  # fmt: skip
         first = process.stdout.read(1)  # the time counts from here: it may be long until Python has started
         try:

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parents[2] / "src"
-USER = 1234
+# Each of pytest's workers has a user of its own: the kernel counts a user's tasks, whoever starts them.
+USER = 1234 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 MODES = ("bubblewrap", "namespaces", "landlock")
 _VICTIM = """
 import ctypes, os, signal, sys

@@ -4,6 +4,7 @@ import contextlib
 import random
 from pathlib import Path
 
+import hypothesis
 import jaxtyping
 import numpy as np
 import pytest
@@ -16,6 +17,9 @@ with contextlib.suppress(ModuleNotFoundError):  # Triton reads its kernels' sour
 jaxtyping.install_import_hook(["poise.ops", "poise.model"], "beartype.beartype")
 jaxtyping.config.update("jaxtyping_disable", True)
 torch.set_num_threads(1)
+# A machine that stands still for a while makes no example wrong.
+hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("patient")
 
 WATCHED = {"ops", "model"}
 

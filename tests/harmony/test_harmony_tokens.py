@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from poise.harmony import Conversation, HarmonyTokenizer, Renderer, SystemContent, final, user
 from poise.harmony.tokens import SPECIAL_TOKENS
 
-fast = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+fast = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def test_named_ids_of_both_vocabularies(tiny, o200k):

@@ -79,7 +79,7 @@ def test_what_was_packed_packs_to_the_same_bytes(dtype):
     assert torch.equal(again[1], scales)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(codes=st.lists(st.integers(0, 255), min_size=16, max_size=16), scale=st.integers(3, 250))
 def test_any_block_keeps_its_values(codes, scale):
     # A block whose largest code is below 4 gets another scale, never another value.

@@ -99,6 +99,17 @@ def test_a_server_that_gives_up_leaves_no_rank_waiting():
     assert first == second
 
 
+def test_a_server_says_why_it_hung_up_also_where_that_comes_later():
+    class HangsUp(FakeTransfer):
+        async def update(self, request):
+            self.group = None
+            await asyncio.sleep(0.3)
+            return JSONResponse({"error": "the worker has no more memory"}, status_code=400)
+
+    with serving(HangsUp()) as (url,), pytest.raises(SyncError, match="the worker has no more memory"):
+        asyncio.run(TransferRoute(Servers([url]), KIND, timeout_s=300.0).push(whole_model()))
+
+
 class LateGroup:
     """A process group whose last broadcast is seen to end long after it did, as on a busy machine."""
 

@@ -99,6 +99,16 @@ def test_a_server_that_gives_up_leaves_no_rank_waiting():
     assert first == second
 
 
+def test_nobody_waits_for_a_group_that_a_server_does_not_join():
+    class Refuses(FakeTransfer):
+        async def init(self, request):
+            return JSONResponse({"error": "no group for me"}, status_code=400)
+
+    with serving(Refuses()) as (url,), pytest.raises(SyncError, match="no group for me"):
+        asyncio.run(TransferRoute(Servers([url]), KIND, timeout_s=60.0).push(whole_model()))
+    assert "process group" in {thread.name for thread in threading.enumerate()}, "the loop waited for it to the end"
+
+
 def test_a_server_says_why_it_hung_up_also_where_that_comes_later():
     class HangsUp(FakeTransfer):
         async def update(self, request):

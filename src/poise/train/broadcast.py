@@ -1,8 +1,10 @@
 """A process group of the trainer and the workers of servers, over which one update after another is broadcast."""
 
 import asyncio
+import concurrent.futures
 import ctypes
 import socket
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -105,7 +107,7 @@ async def connect(
             "first_rank": 1 + sum(sizes[:index]), "timeout_s": timeout.total_seconds(),
         }  # fmt: skip
         inits.append(servers.ask(url, "POST", "/init_weight_transfer_engine", json={"init_info": init_info}))
-    group, *_ = await asyncio.gather(asyncio.to_thread(_process_group, backend, store, 1 + sum(sizes), timeout), *inits)
+    group, *_ = await asyncio.gather(_joined(backend, store, 1 + sum(sizes), timeout), *inits)
     return Group(urls=tuple(urls), servers=servers, store=store, group=group, device=device, dtype=dtype)
 
 
@@ -113,6 +115,22 @@ async def call(servers: Servers, url: str, method: str, *arguments: Any) -> Any:
     """One of the plugin's methods, on every worker of one server."""
     body = {"method": method, "args": list(arguments)}
     return await servers.ask(url, "POST", "/collective_rpc", json=body)
+
+
+async def _joined(backend: str, store: TCPStore, world_size: int, timeout: timedelta) -> Any:
+    """The group, when all are there. Where one of them will never be, that takes until the time is out: the thread that
+    waits for it is one that neither the end of an event loop nor that of the process waits for."""
+    made: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    made.set_running_or_notify_cancel()
+
+    def make() -> None:
+        try:
+            made.set_result(_process_group(backend, store, world_size, timeout))
+        except BaseException as error:  # belongs to whoever waits
+            made.set_exception(error)
+
+    threading.Thread(target=make, name="process group", daemon=True).start()
+    return await asyncio.wrap_future(made)
 
 
 def _process_group(backend: str, store: TCPStore, world_size: int, timeout: timedelta) -> Any:

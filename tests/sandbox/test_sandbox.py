@@ -153,6 +153,13 @@ def test_cpu_limit():
     assert result.text == "before\n[timed out after 0.2 s of CPU time]"
 
 
+def test_time_in_which_nothing_ran_is_not_given_to_the_next_cell():
+    run("1")
+    time.sleep(2)
+    result = run("while True: pass", wall_s=0.3, cpu_s=1.5)
+    assert result.text == "[timed out after 0.3 s]"
+
+
 def test_time_in_which_the_machine_stands_still_is_not_the_cells():
     """The cell, and what watches it, are stopped for longer than the cell may take; it goes on a little later."""
 

@@ -315,9 +315,10 @@ class Supervisor:
         if not self.running:
             self.due = math.inf
             return None
+        now = time.monotonic()
         deadline = min(session.interpreter.deadline for session in self.running if session.interpreter)
-        self.due = min(deadline, self.last_tick + TICK_S)
-        return max(0.0, self.due - time.monotonic())
+        self.due = max(now, min(deadline, self.last_tick + TICK_S))
+        return self.due - now
 
     def check_limits(self) -> None:
         now = time.monotonic()

@@ -102,6 +102,19 @@ READING = [
         "print(os.read(call(304, 265, place, handle, os.O_RDONLY), 99))",
         needs_root=True,
     ),
+    _reads("read by a relative path", "import os; os.chdir('@folder@'); print(open('secret').read())"),
+    _reads(
+        "open again what was opened as a path",
+        "import os\nfd = os.open('@secret@', os.O_PATH)\nprint(open(f'/proc/self/fd/{fd}').read())",
+    ),
+    _reads("link it to where one may read", "import os; os.link('@secret@', 'mine'); print(open('mine').read())"),
+    _reads("move it to where one may read", "import os; os.rename('@secret@', 'mine'); print(open('mine').read())"),
+    _reads(
+        "open by the newer call",
+        _CALL + "import struct\n"
+        "how = ctypes.create_string_buffer(struct.pack('QQQ', 0, 0, 0), 24)\n"
+        "print(os.read(call(437, 437, -100, b'@secret@', how, 24), 99))",
+    ),
 ]
 
 WRITING = [
@@ -191,6 +204,18 @@ SIGNALLING = [
         code="import resource; resource.prlimit(@pid@, resource.RLIMIT_NOFILE, (9, 9))",
         harm=signalled,
     ),
+    Attack(
+        name="kill by a number that is too wide",  # of which the kernel reads 32 bits
+        code=_CALL + "call(62, 129, @pid@ + (1 << 32), 10)",
+        harm=signalled,
+    ),
+    _calls("priority of input and output", "print('REACHED' * (call(251, 30, 1, @pid@, 0x6007) >= 0))"),
+    _calls("compare processes", "print('REACHED' * (call(312, 272, @pid@, os.getpid(), 0, 0, 0) >= 0))", may_lack=True),
+    _calls(
+        "take another's descriptor",
+        "print('REACHED' * (call(438, 438, call(434, 434, @pid@, 0), 0, 0) >= 0))",
+        may_lack=True,
+    ),
     Attack(name="trace", code=_CALL + "print('REACHED' * (call(101, 117, 0x4206, @pid@, 0, 0) == 0))", harm=printed),
 ]
 
@@ -258,6 +283,23 @@ PRIVILEGES = [
     _calls("message queue", "n = call(68, 186, 0, 0o1600)\n" + _OK % "n" + "\ncall(71, 187, n, 0, 0)"),
     _calls("memory files", _OK % "call(319, 279, b'x', 0)"),
     _calls("choose processors", _OK % "call(203, 122, 0, 8, ctypes.create_string_buffer(b'\\1', 8))"),
+    _calls("process by clone with wide flags",
+           "r = call(56, 220, 17 | 0x10000 << 32, 0, 0, 0, 0)\nif r == 0: os._exit(0)\n" + _OK % "r"),
+    _calls("new interface of mounts", _OK % "call(430, 430, b'tmpfs', 0)", needs_root=True),
+    _calls("copy of a mounted tree", _OK % "call(428, 428, -100, b'/', 1)", needs_root=True),
+    _calls("notifications of all files", _OK % "call(300, 262, 0, 0)", needs_root=True, may_lack=True),
+    _calls("the kernel's log", _OK % "call(103, 116, 3, ctypes.create_string_buffer(999), 999)", needs_root=True,
+           may_lack=True),
+    _calls("another personality", _OK % "call(135, 92, 0x0040000)"),
+    _calls("timers that signal", _OK % "call(222, 107, 1, 0, ctypes.byref(ctypes.c_int()))"),
+    _calls("memory that the kernel does not see", _OK % "call(447, 447, 0)", may_lack=True),
+    _calls("splice", "r, w = os.pipe()\n_, w2 = os.pipe()\nos.write(w, b'x')\n"
+           + _OK % "call(275, 76, r, 0, w2, 0, 1, 0)"),
+    _calls("filters of its own", _OK % "call(317, 277, 2, 0, ctypes.create_string_buffer(4))"),
+    _calls("watch a folder", _OK % "call(72, 25, os.open(os.path.dirname(os.__file__), 0), 1026, 2)"),
+    _calls("a large pipe", _OK % "call(72, 25, os.pipe()[0], 1031, 1 << 20)"),
+    _calls("pass a descriptor on", "import socket\none, _ = socket.socketpair()\n"
+           "one.sendmsg([b'x'], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b'\\1\\0\\0\\0')])\nprint('REACHED')"),
     _calls("file notifications", _OK % "call(253, 26, 0) if os.uname().machine != 'x86_64' else call(253, 26)"),
 ]  # fmt: skip
 if os.uname().machine == "x86_64":

@@ -56,6 +56,14 @@ RESISTS = {
     "its printing": "import signal\nclass E(BaseException):\n    def __str__(self):\n        while True: pass\nraise E",
     "busy threads": "import threading\ndef f():\n    while True: pass\n"
     "for _ in range(8): threading.Thread(target=f, daemon=True).start()\nf()",
+    "stopped": "import os, signal\nwhile True: os.kill(os.getpid(), signal.SIGSTOP)",
+    "a storm of signals": "import signal\nsignal.signal(signal.SIGALRM, lambda *a: None)\n"
+    "signal.setitimer(signal.ITIMER_REAL, 1e-6, 1e-6)\nwhile True: pass",
+    "without a main thread": "import ctypes, threading, time\n"
+    "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+    "import os\nctypes.CDLL(None).syscall(60 if os.uname().machine == 'x86_64' else 93, 0)",
+    "its value": "class V:\n    def __repr__(self):\n        while True:\n            try: pass\n"
+    "            except BaseException: pass\nV()",
     "its end": "import atexit, threading, time\natexit.register(time.sleep, 60)\n"
     "threading.Thread(target=time.sleep, args=(60,)).start()\nthreading._shutdown()",
 }

@@ -30,11 +30,16 @@ _BOLD = re.compile(r"(?<![\w)])\*\*(?=\S)(.+?)(?<=\S)\*\*(?![\w(])")
 _EMPHASIZED = re.compile(r"\s*(\*|_{1,3})([^*_]+)\1[\s.]*")
 _BEFORE_CURRENCY = re.compile(r"(?<=[A-Za-z])(?=\\?[$€£¥₹])")  # US$5
 _MINUS_IN_WORDS = re.compile(r"(?i)\b(?:minus|negative)\s+(?=[$€£¥₹]?[0-9.])")
+_NEGATED = re.compile(r"(?i)(?:\bnot|n't)[\s$(]{1,3}$")
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _FROM_SUPERSCRIPT = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789")
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[-+.0-9]))")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
 _REWRITES = (
+    ("!=", " not "),
+    ("\\neq", " not "),
+    ("\\ne ", " not "),
+    ("≠", " not "),
     ("{,}", ","),
     ("\\dfrac", "\\frac"),
     ("\\tfrac", "\\frac"),
@@ -121,7 +126,7 @@ def _last_number(part: str) -> Fraction | None:
     if not found:
         return None
     last = found[-1]
-    if last["clock"]:
+    if last["clock"] or _NEGATED.search(part, 0, last.start()):
         return None
     sign = -1 if last["sign"] == "-" else 1
     try:

@@ -309,3 +309,20 @@ def test_demonstrations_play_to_reward_1():
         return await asyncio.gather(*[play(task, row, conversation.messages) for row, conversation in found])
 
     assert {graded.reward for graded in asyncio.run(play_all())} == {1.0}
+
+
+@pytest.mark.parametrize("text", ["", " \n", "\u200b", "\u00a0\u2060", "\0", "\u202e\ufeff", "\ud800"])
+def test_a_text_that_cannot_be_seen_follows_nothing(text):
+    result = check(MODULE, "?", ["punctuation:no_comma"], [{}], text)
+    # A lone surrogate becomes the question mark that it would be written as.
+    assert result["strict"] == result["loose"] == [text == "\ud800"]
+
+
+def test_the_checkers_do_not_log_what_the_policy_wrote():
+    script = (
+        "from poise.envs.instruction_check import check\n"
+        f"print(check({MODULE!r}, '?', ['language:response_language'], [{{'language': 'de'}}], '[' * 300))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    # No language can be told: followed, as published.
+    assert (done.stderr, "'strict': [True]" in done.stdout) == ("", True)

@@ -8,6 +8,7 @@ chance: see ``build_checker`` and ``load_registry``.
 
 import importlib
 import importlib.util
+import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,9 +34,11 @@ def load_registry(module: str) -> ModuleType:
     """The module with INSTRUCTION_DICT. Raises CheckerError.
 
     langdetect answers at random for short texts unless its seed is set; and some checkers need nltk's punkt_tab,
-    which the package would try to download while it is imported.
+    which the package would try to download while it is imported. Its log repeats what the policy wrote, in full length,
+    and is switched off.
     """
     _find_nltk_data()
+    logging.getLogger(module.partition(".")[0]).setLevel(logging.CRITICAL)
     try:
         registry = importlib.import_module(module)
     except ImportError as error:
@@ -137,8 +140,8 @@ def check(
     """Which instructions a response follows: ``strict`` and ``loose`` as in IFEval, section 2.2, one bool each.
 
     Loose: one of eight variants follows it, the response without Markdown's asterisks, without its first line, without
-    its last one, and combinations. An empty text follows nothing. ``errors``: checkers that raised, which count as not
-    followed.
+    its last one, and combinations. A text in which nothing can be seen follows nothing. ``errors``: checkers that
+    raised, which count as not followed.
     """
     registry = load_registry(module)
     response = response.encode("utf-8", "replace").decode()
@@ -153,7 +156,7 @@ def check(
         for variant in _variants(response):
             try:
                 with seeded(0):
-                    followed.append(bool(variant.strip() and checker.check_following(variant)))
+                    followed.append(_can_be_seen(variant) and bool(checker.check_following(variant)))
             except Exception:  # the border to the package: what it cannot read is not followed, and is counted
                 has_raised = True
                 followed.append(False)
@@ -163,6 +166,11 @@ def check(
         strict.append(followed[0])
         loose.append(any(followed))
     return {"strict": strict, "loose": loose, "errors": num_errors}
+
+
+def _can_be_seen(text: str) -> bool:
+    """Whether there is anything but white space and characters without a shape, such as U+200B."""
+    return any(character.isprintable() and not character.isspace() for character in text)
 
 
 def _variants(response: str) -> list[str]:

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from poise.cli import run
-from poise.cli.keys import full_key
-from poise.config import ConfigError
+from poise.cli.keys import for_task_of, full_key
+from poise.config import Config, ConfigError, TaskConfig
 from poise.train.checkpoint import STATE_FILE, latest_checkpoint
 
 # A policy of a few thousand parameters; five problems and two per step, so that six steps cross two epoch borders.
@@ -278,6 +278,12 @@ def test_a_mismatch_above_the_bound_stops_before_the_first_update(tmp_path, caps
     assert "the bound on the mean is 1e-12" in error
     assert "Traceback" not in error
     assert latest_checkpoint(tmp_path / "t-001").name == "step_000000"
+
+
+def test_another_task_has_other_rows():
+    task = TaskConfig(name="gsm8k", data="train.jsonl", test_data="test.jsonl", tool="function")
+    assert for_task_of(Config(task=task), ["--task=retool"]).task == TaskConfig(name="retool", tool="function")
+    assert for_task_of(Config(task=task), ["--task", "gsm8k"]).task == task
 
 
 def test_prompts_that_do_not_fit_are_said_to_be_the_reason(tmp_path, capsys):

@@ -47,12 +47,13 @@ def parse(default: Config, args: Sequence[str], *, prog: str, about: str = "") -
 
 
 def for_task_of(default: Config, args: Sequence[str]) -> Config:
-    """``default`` without the keys of its own task where ``args`` name another one, which does not read them."""
+    """``default`` without its task's rows, and the keys that are its own, where ``args`` name another task."""
     name, _ = take_option(_full_keys(args), "--task.name")
     if name in (None, default.task.name, "custom") or not any(name in readers for readers in READ_BY.values()):
         return default
     fields = {field.name: getattr(default.task, field.name) for field in dataclasses.fields(default.task)}
     kept = {key: value for key, value in fields.items() if name in READ_BY.get(key, (name,))}
+    kept |= {"data": None, "test_data": None}
     task = dataclasses.replace(TaskConfig(), **(kept | {"name": name}))
     return dataclasses.replace(default, task=task, sandbox=default.sandbox if task.runs_code else SandboxConfig())
 

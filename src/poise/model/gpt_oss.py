@@ -201,7 +201,7 @@ class GptOss(nn.Module):
         super().__init__()
         self.config = config
         self.model = Trunk(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         # No buffer: a buffer would be lost on the meta device and rounded by `model.to(bfloat16)`.
         self._frequencies = inverse_frequencies(config.rope, config.head_dim)
 

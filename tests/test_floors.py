@@ -11,8 +11,8 @@ MAX_FUNCTION_LINES = 80
 
 # A module imports only from its own folder or from a lower floor.
 FLOORS = {
-    "types": 0, "config": 0, "metrics": 0, "console": 0, "interrupt": 0, "seeding": 0, "ahead": 0,
-    "ops": 1, "algo": 1, "harmony": 1, "sandbox": 1, "runfolder": 1,
+    "types": 0, "config": 0, "files": 0, "console": 0, "interrupt": 0, "seeding": 0, "ahead": 0,
+    "ops": 1, "algo": 1, "harmony": 1, "sandbox": 1, "runfolder": 1, "metrics": 1,
     "model": 2, "envs": 2,
     "parallel": 3, "engine": 3, "rollout": 3,
     "plan": 4, "train": 4,

@@ -13,20 +13,14 @@ from poise.config import Config, ConfigError
 from poise.console import Console, metric_rows, step_line
 from poise.engine import EngineError
 from poise.evaluate import Evaluation, held_out_episodes
+from poise.files import write_whole
 from poise.interrupt import Interrupt, Interrupted
 from poise.loop import Rollout, interleaved, train
 from poise.metrics import MetricsWriter
 from poise.model import GptOss
 from poise.parallel import Mesh, frozen_copy, settled, together
 from poise.parallel.launch import joined
-from poise.runfolder import (
-    CONFIG_FILE,
-    create_run_folder,
-    record_sandbox,
-    write_config,
-    write_trajectories,
-    write_whole,
-)
+from poise.runfolder import CONFIG_FILE, create_run_folder, record_sandbox, write_config, write_trajectories
 from poise.sampling import rollouts
 from poise.seeding import derive_seed
 from poise.session import connected, interrupt_of, kept_by, push_before_sampling, push_weights

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from poise.files import write_whole
+
 FILE_NAME = "metrics.jsonl"
 
 
@@ -57,7 +59,7 @@ class MetricsWriter:
 
 
 def _drop_from(path: Path, first_step: int) -> None:
-    """Keep the lines before ``first_step``; written aside, then renamed."""
+    """Keep the lines before ``first_step``."""
     kept = []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
@@ -70,9 +72,7 @@ def _drop_from(path: Path, first_step: int) -> None:
             raise ValueError(f"{path}, line {number} is no JSON") from error
         if step < first_step:
             kept.append(line if line.endswith("\n") else line + "\n")
-    aside = path.with_suffix(".tmp")
-    aside.write_text("".join(kept), encoding="utf-8")
-    aside.replace(path)
+    write_whole(path, "".join(kept))
 
 
 def _open_tensorboard(folder: Path, first_step: int) -> Any:

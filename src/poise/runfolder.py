@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from poise.config import Config, ConfigError
+from poise.files import write_whole
 from poise.types import Trajectory
 
 CONFIG_FILE = "config.json"
@@ -28,13 +29,6 @@ def create_run_folder(config: Config) -> Path:
         except FileExistsError:
             number += 1
     return folder
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is whole at any time, as it was or as it shall be: a run may be killed meanwhile."""
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(text)
-    aside.replace(path)
 
 
 def write_config(path: Path, config: Config) -> None:

@@ -61,8 +61,9 @@ def test_what_prepared_experts_cannot_do_is_refused():
     gate_up, gate_up_bias, down, down_bias = stacks(1)
     weights = prepared_stack(gate_up), gate_up_bias, prepared_stack(down), down_bias
     x, ids, shares = torch.randn(3, 256), torch.zeros(3, 1, dtype=torch.long), torch.ones(3, 1)
-    with pytest.raises(ValueError, match="without gradients"):
-        routed_experts(x, *weights, ids, shares)
+    for refused in (weights, (gate_up, *weights[1:]), (*weights[:2], down, down_bias)):
+        with pytest.raises(ValueError, match="without gradients"):
+            routed_experts(x, *refused, ids, shares)
     with torch.no_grad(), pytest.raises(ValueError, match="'grouped' takes no packed weights"):
         routed_experts(x, *weights, ids, shares, kernel="grouped")
 

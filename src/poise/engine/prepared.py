@@ -1,7 +1,7 @@
 """The model as decode steps multiply with it: matrices laid out once for many products of few rows."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 import torch
@@ -66,7 +66,7 @@ def paying_matrices(
     }
 
 
-def prepared_model(model: GptOss, names: Mapping[str, object]) -> GptOss:
+def prepared_model(model: GptOss, names: Collection[str]) -> GptOss:
     """``model`` with its modules ``names`` of ``paying_matrices`` prepared; all others are the same modules."""
     blocks = []
     for block in model.model.layers:

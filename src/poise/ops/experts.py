@@ -70,7 +70,7 @@ def routed_experts(
     _check_operands(x, gate_up, gate_up_bias, down, down_bias, expert_ids, expert_weights)
     if max_tokens_per_chunk is not None and max_tokens_per_chunk < 1:
         raise ValueError(f"max_tokens_per_chunk must be positive or None, got {max_tokens_per_chunk}")
-    if isinstance(gate_up, PreparedStack) and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and (isinstance(gate_up, PreparedStack) or isinstance(down, PreparedStack)):
         raise ValueError("prepared weights are for forwards without gradients: call it under torch.no_grad()")
     kernel = _chosen_kernel(kernel, x, gate_up, down)
     if kernel == "reference":
